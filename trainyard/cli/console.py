@@ -27,7 +27,6 @@ from rich.progress import (
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import size_text
 from trainyard.core.world import World
-from trainyard.remote.local_copies import is_remote_model, local_inputs, local_weights
 from trainyard.remote.location import is_url
 
 PROGRESS_INTERVAL_S = 10.0
@@ -130,7 +129,7 @@ class ProgressDisplay:
 
 
 class StageDisplay:
-    """What a command that waits is doing, a line on stderr for a stage that takes longer than two seconds:
+    """Prints a line for each stage of a command that takes longer than two seconds:
     `with StageDisplay() as report: report("waiting for nodes")`."""
 
     def __init__(self) -> None:
@@ -158,6 +157,8 @@ class StageDisplay:
 
 def prefetch_weights(source: str, world: World) -> None:
     """Download a model that is on the Hub or the web. The first rank of each host shows it."""
+    from trainyard.remote.local_copies import is_remote_model, local_weights  # the clients of all stores
+
     if not is_remote_model(source):
         return
     if world.local_rank:
@@ -171,6 +172,8 @@ def fetch_inputs(inputs: Sequence[str]) -> list[str]:
     """Local paths of data inputs; those at URLs are downloaded into the caches."""
     if not any(map(is_url, inputs)):
         return list(inputs)
+    from trainyard.remote.local_copies import local_inputs
+
     with ProgressDisplay("download") as progress:
         return local_inputs(inputs, progress.update)
 

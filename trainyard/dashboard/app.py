@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from trainyard.core.errors import UserError
 from trainyard.core.web_server import REFUSAL, CheckHost, LimitBody
+from trainyard.dashboard import STATIC
 from trainyard.dashboard.curves import CurveStore
 from trainyard.dashboard.metrics_table import AXES
 from trainyard.dashboard.plan_comparison import PlanComparisons
@@ -25,7 +26,6 @@ from trainyard.dashboard.run_list import RunList
 from trainyard.dashboard.step_times import heat_map, read_step_times
 from trainyard.metrics.run_directory import is_training
 
-STATIC = Path(__file__).parent / "static"
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 BUCKETS = (20, 1000)
 DEFAULT_BUCKETS = 300

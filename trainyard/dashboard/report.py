@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from trainyard import __version__
-from trainyard.dashboard.app import STATIC
+from trainyard.dashboard import STATIC
 from trainyard.dashboard.curves import CurveStore
 from trainyard.dashboard.plan_comparison import PlanComparisons
 from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log, read_texts

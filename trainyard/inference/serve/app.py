@@ -34,7 +34,7 @@ from trainyard.inference.serve.response_types import (
 )
 from trainyard.inference.serve.responses import ChatWriter, CompletionWriter, ResponseWriter
 from trainyard.inference.serve.served_model import ServedModel
-from trainyard.inference.serve.server import ClientGone, EventStream, until_disconnect
+from trainyard.inference.serve.server import ClientDisconnect, EventStream, until_disconnect
 
 ERROR_DESCRIPTIONS = {
     400: "The request is not valid, or asks for something that this server does not support.",
@@ -72,7 +72,7 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
     app = FastAPI(title="trainyard serve", version=__version__, docs_url=None, redoc_url=None)
     app.openapi = lambda: _describe(app, token)  # type: ignore[method-assign]
     add_error_handlers(app)
-    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_middleware(LimitBody, limit=MAX_BODY_BYTES)
     if token:
         app.add_middleware(RequireToken, token=token)
@@ -191,7 +191,7 @@ async def _respond(
     return JSONResponse(writer.complete(choices, usage()).model_dump())
 
 
-async def _on_client_gone(request: Request, error: Exception) -> Response:
+async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
 
 

@@ -51,18 +51,18 @@ class ModelServer(SignalServer):
         await super().shutdown(sockets)
 
 
-class ClientGone(Exception):
+class ClientDisconnect(Exception):
     """The client closed the connection before the answer was complete."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do `work`, or cancel it and raise ClientGone if the client disconnects first."""
+    """Do `work`, or cancel it and raise ClientDisconnect if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()
@@ -89,7 +89,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self._send_all(send))
-        except (ClientGone, OSError):
+        except (ClientDisconnect, OSError):
             pass
         finally:
             self._close()
