@@ -8,6 +8,7 @@ from typer import Argument, Option, Typer
 
 from trainyard import devices
 from trainyard.cli.console import ProgressDisplay
+from trainyard.core.constants import GIB, MIB
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.devices.neuron import compile_cache
@@ -21,7 +22,6 @@ app = Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-GIB, MIB = 2**30, 2**20
 VERIFY_QUIET_S = 2.0
 """Seconds before `cache verify` reports progress."""
 
