@@ -47,7 +47,7 @@ class BroadcastScheduler:
         return self.scheduler.load
 
     def step(self) -> list[TokenEvent]:
-        self._send(self.commands)
+        self._send(self.commands)  # first: the collectives of the step below wait for the other ranks
         _apply(self.scheduler, self.commands)
         self.commands = []
         return self.scheduler.step()

@@ -222,6 +222,7 @@ class Engine:
         visible = self.max_seq_len + 1
         if not self.kernels.has_decode_attention:
             visible = min(_round_up(longest + 1), visible)
+        # A kernel that reads the lengths itself needs no bound on them, so its steps differ in the rows only.
         variant = DecodeVariant(rows, visible, needs)
         if variant not in self.steps:
             self.steps[variant] = self._prepare_step(variant)

@@ -76,7 +76,7 @@ class Sampler:
             logits = self.penalties.apply(logits, index)
         if needs.constrained and self.masks:
             logits = self.masks.apply(logits, index)
-        if not needs.sampled:
+        if not needs.sampled:  # the same tokens as below, without sorting the vocabulary
             return logits.argmax(-1).int()
         options = self.temperature[index], self.top_k[index], self.top_p[index], self.seeds[index]
         return choose_tokens(logits, *options, positions)

@@ -200,6 +200,7 @@ class RequestScheduler:
 
     def _decode(self) -> bool:
         """Queue one token of all requests whose prompts are in the cache. Returns whether there are any."""
+        # The last chunk of a prompt queues the first new token; until then there is nothing to decode.
         active = [s for s in self.slots if s and 0 < s.queued < self._max_new_tokens(s)]
         if not active:
             return False
@@ -216,7 +217,7 @@ class RequestScheduler:
     def _collect(self, step: QueuedStep) -> list[TokenEvent]:
         result, events = step.read(), []
         for row, sequence in step.rows:
-            if sequence.done:
+            if sequence.done:  # it ended, or was cancelled, while this token was on its way
                 continue
             options, token = sequence.request.options, result.tokens[row]
             sequence.reported += 1
