@@ -12,7 +12,7 @@ from tests.cli.conftest import Call
 from tests.support.configs import tiny_config
 from tests.support.forkserver import ForkServer
 from trainyard.cli.commands import tune as command
-from trainyard.cli.tune_console import TuneTable
+from trainyard.cli.commands.tune import TuneTable
 from trainyard.config.load import dump, load
 from trainyard.preflight.tune.search import TuneSearch
 from trainyard.preflight.tune.search_space import KEY_COMPILE, KEY_MICRO_BATCH, SearchSpace

@@ -14,16 +14,16 @@ import pytest
 
 from trainyard.core.sockets import base_url, bind_socket
 from trainyard.core.web_server import SignalServer
-from trainyard.dashboard.app import RunPages, create_app
+from trainyard.dashboard.app import DashboardData, create_app
 
 WAIT_S = 60
 
 
 @dataclass
-class RunningPage:
+class RunningDashboard:
     url: str
     port: int
-    pages: RunPages
+    data: DashboardData
 
     def request(
         self, target: str | bytes, method: str = "GET", headers: dict[str, str] | None = None, body: bytes | None = None
@@ -52,23 +52,23 @@ class RunningPage:
 
 
 @contextmanager
-def running_page(root: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[RunningPage]:
-    pages, ready = RunPages(root, "runs"), threading.Event()
-    server = SignalServer(create_app(pages, host, token), ready.set)
+def running_page(root: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[RunningDashboard]:
+    data, ready = DashboardData(root, "runs"), threading.Event()
+    server = SignalServer(create_app(data, host, token), ready.set)
     with bind_socket("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run_on, args=[bound], daemon=True)
         thread.start()
         assert ready.wait(WAIT_S)
         try:
-            yield RunningPage(base_url(bound), bound.getsockname()[1], pages)
+            yield RunningDashboard(base_url(bound), bound.getsockname()[1], data)
         finally:
             server.stop()
             thread.join(WAIT_S)
-            pages.close()
+            data.close()
     assert not thread.is_alive()
 
 
-StartPage = Callable[..., RunningPage]
+StartPage = Callable[..., RunningDashboard]
 
 
 @pytest.fixture

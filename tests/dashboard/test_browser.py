@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.dashboard.conftest import WAIT_S, OpenTab, RunningPage, StartPage, running_page
+from tests.dashboard.conftest import WAIT_S, OpenTab, RunningDashboard, StartPage, running_page
 from tests.dashboard.run_writer import loss_spike, training_record, write_lines, write_run, write_spans
 from tests.support.forkserver import ForkServer
 
@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(runs: Path) -> Iterator[RunningPage]:
+def page(runs: Path) -> Iterator[RunningDashboard]:
     with running_page(runs) as running:
         yield running
 
@@ -111,7 +111,7 @@ def test_a_run_that_is_going_on_is_followed(
     tab.wait_for_function("() => !document.querySelector('ul.runs').innerText.includes('running')")
 
 
-def test_runs_are_compared(open_tab: OpenTab, page: RunningPage) -> None:
+def test_runs_are_compared(open_tab: OpenTab, page: RunningDashboard) -> None:
     tab = open_tab(page.url + selected("base", run="base")).tab
     alone = drawn(tab)
     tab.get_by_label("Show the curves of tuned").check()
@@ -137,7 +137,7 @@ def test_runs_are_compared(open_tab: OpenTab, page: RunningPage) -> None:
     assert tab.get_by_label("Compare with").input_value() == "tuned"
 
 
-def test_spikes_are_marked_and_the_details_show_everything(open_tab: OpenTab, page: RunningPage) -> None:
+def test_spikes_are_marked_and_the_details_show_everything(open_tab: OpenTab, page: RunningDashboard) -> None:
     tab = open_tab(page.url + selected("base", "broken", run="base")).tab
     plot = tab.locator(".plot").first
     plot.focus()
@@ -167,7 +167,7 @@ def test_spikes_are_marked_and_the_details_show_everything(open_tab: OpenTab, pa
     assert tab.locator("#details-title").inner_text() == "odd <b>name & 'quotes'"
 
 
-def test_numbers_are_short_and_right(open_tab: OpenTab, page: RunningPage) -> None:
+def test_numbers_are_short_and_right(open_tab: OpenTab, page: RunningDashboard) -> None:
     tab = open_tab(page.url).tab
     found = tab.evaluate(
         """async () => { const { compact, duration, exact, significant, tick } = await import("/static/format.js");
@@ -184,7 +184,7 @@ def test_numbers_are_short_and_right(open_tab: OpenTab, page: RunningPage) -> No
     ]
 
 
-def test_a_phone_can_use_it(open_tab: OpenTab, page: RunningPage) -> None:
+def test_a_phone_can_use_it(open_tab: OpenTab, page: RunningDashboard) -> None:
     tab = open_tab(page.url + selected("base", "tuned", run="base"), 400, 800, has_touch=True, is_mobile=True).tab
     for name in TABS:
         tab.get_by_role("tab", name=name).click()
@@ -196,7 +196,7 @@ def test_a_phone_can_use_it(open_tab: OpenTab, page: RunningPage) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
-def test_no_serious_accessibility_problem(open_tab: OpenTab, page: RunningPage, scheme: str) -> None:
+def test_no_serious_accessibility_problem(open_tab: OpenTab, page: RunningDashboard, scheme: str) -> None:
     tab = open_tab(page.url + selected("base", "broken", run="base", tab="times"), color_scheme=scheme).tab
     tab.get_by_text("Slowest ranks").first.wait_for()
     assert serious_problems(tab) == []
@@ -207,7 +207,7 @@ def test_no_serious_accessibility_problem(open_tab: OpenTab, page: RunningPage, 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_no_serious_accessibility_problem_anywhere(
-    open_tab: OpenTab, page: RunningPage, name: str, scheme: str, width: int
+    open_tab: OpenTab, page: RunningDashboard, name: str, scheme: str, width: int
 ) -> None:
     tab = open_tab(page.url + selected("base", "broken", run="base", other="tuned"), width, color_scheme=scheme).tab
     tab.get_by_role("tab", name=name).click()
@@ -215,7 +215,7 @@ def test_no_serious_accessibility_problem_anywhere(
     assert serious_problems(tab) == []
 
 
-def test_the_keyboard_is_enough(open_tab: OpenTab, page: RunningPage) -> None:
+def test_the_keyboard_is_enough(open_tab: OpenTab, page: RunningDashboard) -> None:
     tab = open_tab(page.url + selected("base", run="base")).tab
 
     def tab_until(script: str) -> None:
@@ -269,7 +269,7 @@ def test_zooming_asks_for_more_points(start_page: StartPage, open_tab: OpenTab, 
 
 
 @pytest.mark.nightly
-def test_light_and_dark(open_tab: OpenTab, page: RunningPage) -> None:
+def test_light_and_dark(open_tab: OpenTab, page: RunningDashboard) -> None:
     tab = open_tab(page.url + selected("base"), color_scheme="dark").tab
     background = "getComputedStyle(document.body).backgroundColor"
     dark = tab.evaluate(background)

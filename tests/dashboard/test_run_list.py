@@ -14,9 +14,14 @@ from trainyard.core.errors import UserError
 from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log, read_texts
 from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.dashboard.run_list import RunList
-from trainyard.dashboard.run_summary import KILLED
+from trainyard.dashboard.run_summary import KILLED, RunRow, read_summary, run_state
 from trainyard.dashboard.step_times import heat_map, read_step_times
 from trainyard.metrics.run_directory import RunDirectory
+
+
+def summary_of(runs: RunList, name: str) -> RunRow:
+    run = runs.open(name)
+    return read_summary(run, run_state(run))
 
 
 def test_evaluation_of_a_run_with_named_sets_only_is_that_of_the_first(tmp_path: Path) -> None:
@@ -26,8 +31,8 @@ def test_evaluation_of_a_run_with_named_sets_only_is_that_of_the_first(tmp_path:
     write_run(tmp_path, "held-out")
     runs = RunList(tmp_path)
     runs.changes()
-    assert (row := runs.summary("sets"))
-    assert row.evaluation == runs.summary("held-out").evaluation is not None
+    assert (row := summary_of(runs, "sets"))
+    assert row.evaluation == summary_of(runs, "held-out").evaluation is not None
 
 
 def test_status_comes_from_the_lock_and_the_events(tmp_path: Path) -> None:
@@ -43,7 +48,7 @@ def test_status_comes_from_the_lock_and_the_events(tmp_path: Path) -> None:
     write_lines(away / "events.jsonl", [{"step": 0, "time": 1.0, "event": "start", "host": "another-host"}])
     runs = RunList(tmp_path)
     with RunDirectory.create(tmp_path, "training"):
-        rows = {name: runs.summary(name) for name in runs.changes()["names"]}
+        rows = {name: summary_of(runs, name) for name in runs.changes()["names"]}
         statuses = {name: row.status for name, row in rows.items()}
     assert statuses == {
         "away": "running",
@@ -59,10 +64,10 @@ def test_status_comes_from_the_lock_and_the_events(tmp_path: Path) -> None:
     assert rows["killed"].note == KILLED
     assert "another-host" in rows["away"].note
     assert (rows["older"].step, rows["older"].steps, rows["done"].ranks) == (20, 200, 2)
-    assert runs.summary("training").status == "unknown"
+    assert summary_of(runs, "training").status == "unknown"
     os.utime(away / "metrics.jsonl", (1, 1))
     os.utime(away / "events.jsonl", (1, 1))
-    assert runs.summary("away").status == "unknown"
+    assert summary_of(runs, "away").status == "unknown"
 
 
 def test_only_changes_are_sent(tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_links_lead_nowhere(outside: Path) -> None:
     with pytest.raises(UserError, match="no such run"):
         runs.open("linked-run")
     run = runs.open("links")
-    assert runs.summary("links").step is None
+    assert summary_of(runs, "links").step is None
     assert read_config(run)["problem"] == "this run has no config.yaml"
     assert [read_events(run), read_texts(run), list_logs(run), read_checkpoints(run)] == [[], [], [], []]
     with pytest.raises(UserError, match="no such log"):

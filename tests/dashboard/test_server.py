@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dashboard.conftest import RunningPage, StartPage, running_page
+from tests.dashboard.conftest import RunningDashboard, StartPage, running_page
 from tests.dashboard.run_writer import loss_spike, write_run, write_spans
 from tests.support.examples import examples
 from trainyard.dashboard.request_guard import SECURITY_HEADERS
@@ -19,7 +19,7 @@ PARTS = ["curves", "events", "config", "checkpoints", "samples", "step-times", "
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPage]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDashboard]:
     root = tmp_path_factory.mktemp("served") / "runs"
     run = write_run(root, "run", events=[loss_spike(30, list(range(1000)))])
     write_spans(run, 0, dict.fromkeys(range(1, 50), 1000000))
@@ -38,7 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPage]:
         yield running
 
 
-def test_the_parts_of_a_run(served: RunningPage) -> None:
+def test_the_parts_of_a_run(served: RunningDashboard) -> None:
     assert {run["name"] for run in served.get("/api/runs")["runs"]} == {"run", "other"}
     assert served.get("/api/runs/run/curves?buckets=20&from=10&to=12")["columns"]["step"] == [9, 10, 11, 12, 13]
     spike = served.get("/api/runs/run/events")[1]
@@ -52,10 +52,10 @@ def test_the_parts_of_a_run(served: RunningPage) -> None:
     assert served.get("/api/runs/other/plan")["problem"].startswith("the plan needs config.yaml")
 
 
-def test_a_log_is_read_from_its_end_and_then_continued(served: RunningPage) -> None:
+def test_a_log_is_read_from_its_end_and_then_continued(served: RunningDashboard) -> None:
     end = served.get("/api/runs/run/logs/7.log")
     assert end["text"] == "last é\n"
-    path = served.pages.runs.root / "run" / "logs" / "7.log"
+    path = served.data.runs.root / "run" / "logs" / "7.log"
     with path.open("a") as file:
         file.write("more\n")
     more = served.get(f"/api/runs/run/logs/7.log?offset={end['next_offset']}")
@@ -87,14 +87,14 @@ def test_a_log_is_read_from_its_end_and_then_continued(served: RunningPage) -> N
         "/api/runs/run/metrics.jsonl",
     ],
 )
-def test_paths_that_lead_elsewhere_are_refused(served: RunningPage, path: str) -> None:
+def test_paths_that_lead_elsewhere_are_refused(served: RunningDashboard, path: str) -> None:
     status, _, body = served.request(path)
     assert status in (400, 404), body
     assert b"secret" not in body.replace(b"secret.log", b"")
     assert json.loads(body)["error"]
 
 
-def test_foreign_names_and_methods_are_refused(served: RunningPage) -> None:
+def test_foreign_names_and_methods_are_refused(served: RunningDashboard) -> None:
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "192.0.2.1", "", "[::1", "localhost:1:2"):
         assert served.request("/api/runs", headers={"Host": host})[0] == 403, host
     for host in ("localhost", "LOCALHOST:9", "127.0.0.1:1", "127.9.9.9", "[::1]:8265"):
@@ -104,7 +104,7 @@ def test_foreign_names_and_methods_are_refused(served: RunningPage) -> None:
     assert served.request("/", "POST", body=b"x" * 100_000)[0] in (405, 413)
 
 
-def test_answers_restrict_the_browser(served: RunningPage) -> None:
+def test_answers_restrict_the_browser(served: RunningDashboard) -> None:
     for path in ("/", "/api/runs", "/static/main.js", "/nothing", "/api/runs/none/config"):
         _, headers, _ = served.request(path)
         assert {name: headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS, path
@@ -151,7 +151,7 @@ QUERY = st.dictionaries(
 @examples(1000)
 @given(segments=st.lists(SEGMENTS, max_size=4), query=QUERY, is_api=st.booleans(), is_raw=st.booleans())
 def test_no_request_fails_the_server(
-    served: RunningPage, segments: list[str], query: dict[str, str], is_api: bool, is_raw: bool
+    served: RunningDashboard, segments: list[str], query: dict[str, str], is_api: bool, is_raw: bool
 ) -> None:
     if "plan" in segments:  # starts a process
         return
@@ -166,7 +166,7 @@ def test_no_request_fails_the_server(
 
 @examples(300)
 @given(line=st.binary(max_size=60))
-def test_any_request_line_is_answered_or_refused(served: RunningPage, line: bytes) -> None:
+def test_any_request_line_is_answered_or_refused(served: RunningDashboard, line: bytes) -> None:
     target = b"/" + line.translate(None, b"\r\n")
     status, _, _ = served.request(target)
     assert status < 500

@@ -7,10 +7,8 @@ import torch
 
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.world import World
-from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.eval_config import evaluation_config
-from trainyard.evaluate.evaluate_data import evaluate_data
-from trainyard.evaluate.evaluator import Evaluator
+from trainyard.evaluate.evaluator import CheckpointSource, Evaluator, evaluate_data
 from trainyard.evaluate.score_continuations import score_continuations
 from trainyard.train.evaluate import sum_over_ranks
 

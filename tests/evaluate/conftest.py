@@ -13,9 +13,8 @@ import pytest
 from tests.support.hf_folders import TEXTS, VOCAB, save_hf_folder
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.world import ONE_RANK
-from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.eval_config import evaluation_config
-from trainyard.evaluate.evaluate_data import evaluate_data
+from trainyard.evaluate.evaluator import CheckpointSource, evaluate_data
 
 HfFolder = Callable[[str], tuple[Path, Any]]
 

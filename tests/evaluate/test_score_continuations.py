@@ -10,10 +10,9 @@ from trainyard.checkpoint.formats.hf import load_model
 from trainyard.core.errors import UserError
 from trainyard.devices import select
 from trainyard.evaluate.score_continuations import score_continuations
-from trainyard.inference.build import EngineShape, build_engine
+from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
-from trainyard.inference.run_requests import run_requests
-from trainyard.inference.scheduler import RequestScheduler
+from trainyard.inference.scheduler import RequestScheduler, run_requests
 from trainyard.parallel.process_group import Group
 
 MAX_LENGTH = 40

@@ -24,9 +24,9 @@ from trainyard.data.text.tokenizer import TokenizerSpec
 from trainyard.devices.cpu import CpuDevice
 from trainyard.inference import engine as engine_module
 from trainyard.inference import scheduler as scheduler_module
+from trainyard.inference.engine import GraphedStep
 from trainyard.inference.load import InferenceModel, InferenceOptions, load_for_inference
 from trainyard.inference.requests import Request, SamplingOptions, TokenEvent
-from trainyard.inference.step_results import GraphedStep
 
 VOCAB, END = 257, 256
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.2, "eos_token_id": END, "bos_token_id": END}
@@ -317,7 +317,7 @@ def test_penalties_are_those_of_transformers_and_openai(
 def test_steps_without_penalties_have_no_state_of_them(llama: tuple[Path, Any]) -> None:
     loaded = load(llama[0])
     run_prompts(loaded, random_prompts(5), temperature=1.0, num_logprobs=1)
-    assert loaded.scheduler.engine.penalties is None
+    assert loaded.scheduler.engine.sampler.penalties is None
 
 
 @pytest.mark.parametrize(("target", "layout"), [("native", "tp=2,pp=2"), ("nxd", "tp=2,kv_multiplier=1"), ("dcp", "")])

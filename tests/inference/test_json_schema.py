@@ -13,8 +13,8 @@ from tests.support.hf_folders import VOCAB, save_hf_folder
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import ByteTokenizer
 from trainyard.devices.cpu import CpuDevice
-from trainyard.inference.logit_rules import TokenMasks
 from trainyard.inference.requests import Request, SamplingOptions
+from trainyard.inference.sampling import TokenMasks
 from trainyard.inference.text.json_schema import SchemaCompiler
 
 PERSON = {
@@ -123,7 +123,7 @@ def test_schemas_that_are_refused(schema: str, message: str) -> None:
 def test_steps_without_schemas_have_no_masks(llama: Path) -> None:
     loaded = load(llama)
     run(loaded, [Request(0, [1], SamplingOptions(1.0, max_new_tokens=4))])
-    assert loaded.scheduler.engine.masks is None
+    assert loaded.scheduler.engine.sampler.masks is None
 
 
 def test_masks_fit_a_vocabulary_that_fills_its_last_word() -> None:

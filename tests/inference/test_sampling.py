@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.examples import examples
-from trainyard.inference.logit_rules import TokenPenalties
 from trainyard.inference.requests import SamplingOptions
-from trainyard.inference.sampling import choose_tokens, gumbel_noise, kept_tokens, token_logprobs
+from trainyard.inference.sampling import TokenPenalties, choose_tokens, gumbel_noise, kept_tokens, token_logprobs
 
 
 class Options(NamedTuple):

@@ -1,8 +1,12 @@
-"""Output of long commands: a progress bar in a terminal, an occasional plain line elsewhere."""
+"""What long commands share: progress, as a bar in a terminal and as plain lines elsewhere, and an orderly end."""
 
+import signal
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from textwrap import TextWrapper
 from typing import Self
@@ -22,6 +26,8 @@ from rich.progress import (
 
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import size_text
+from trainyard.core.world import World
+from trainyard.remote.location import is_url
 
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between plain progress lines."""
@@ -30,6 +36,7 @@ RATE_WINDOW_S = 30.0
 SAMPLE_INTERVAL_S = 0.5
 STALL_S = 5.0
 """Seconds without progress after which no time left is shown."""
+STAGE_INTERVAL_S = 2.0
 MAX_SKIPS_SHOWN = 20
 """Skipped records that are printed; further ones are only counted."""
 
@@ -119,3 +126,63 @@ class ProgressDisplay:
     def __exit__(self, *error: object) -> None:
         if self.bar:
             self.bar.stop()
+
+
+class StageDisplay:
+    """Prints a line for each stage of a command that takes longer than two seconds:
+    `with StageDisplay() as report: report("waiting for nodes")`."""
+
+    def __init__(self) -> None:
+        self.stage = self.printed = ""
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._print_stages, daemon=True)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __call__(self, stage: str) -> None:
+        self.stage = stage
+
+    def _print_stages(self) -> None:
+        while not self.ended.wait(STAGE_INTERVAL_S):
+            if self.stage != self.printed:
+                self.printed = self.stage
+                print(f"trainyard: {self.printed}", file=sys.stderr, flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+
+def prefetch_weights(source: str, world: World) -> None:
+    """Download a model that is on the Hub or the web. The first rank of each host shows it."""
+    from trainyard.remote.local_copies import is_remote_model, local_weights  # the clients of all stores
+
+    if not is_remote_model(source):
+        return
+    if world.local_rank:
+        local_weights(source)
+        return
+    with ProgressDisplay("download") as progress:
+        local_weights(source, progress.update)
+
+
+def fetch_inputs(inputs: Sequence[str]) -> list[str]:
+    """Local paths of data inputs; those at URLs are downloaded into the caches."""
+    if not any(map(is_url, inputs)):
+        return list(inputs)
+    from trainyard.remote.local_copies import local_inputs
+
+    with ProgressDisplay("download") as progress:
+        return local_inputs(inputs, progress.update)
+
+
+@contextmanager
+def interrupt_on_terminate() -> Iterator[None]:
+    """Turn SIGTERM into KeyboardInterrupt, so that a terminated command removes its partial output like Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -2,7 +2,8 @@
 
 import glob
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -27,6 +28,12 @@ def check_workers(workers: int | None) -> int | None:
     return workers
 
 
+def require_directory(run: Path) -> Path:
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run directory")
+    return run
+
+
 CONFIG_SOURCE_HELP = "YAML file (trainyard's or NxD Training's), run directory or recipe name."
 
 ConfigSource = Annotated[
@@ -43,6 +50,36 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead 
 Workers = Annotated[
     int | None, Option("--workers", min=1, callback=check_workers, help="Worker processes. Default: one per core.")
 ]
+
+Nproc = Annotated[int, Option("--nproc", min=1, help="Ranks to start on this host, one process each.")]
+CheckpointSource = Annotated[
+    str, Argument(metavar="CKPT", help="Run directory, or a checkpoint of any format: a path, URL or OWNER/NAME.")
+]
+HfConfig = Annotated[
+    Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a checkpoint without one.")
+]
+SourceLayout = Annotated[
+    str,
+    Option("--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."),
+]
+RunDirectory = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
+ExistingRun = Annotated[
+    Path, Argument(metavar="RUN", help="Run directory, such as runs/my-run.", callback=require_directory)
+]
+
+DeviceName = Annotated[str, Option("--device", help="auto, cpu, cuda or neuron.")]
+TensorParallel = Annotated[int, Option("--tp", min=1, help="Ranks that share the model (tensor parallelism).")]
+InferenceDtype = Annotated[
+    Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: bf16 on accelerators, fp32 on the CPU.")
+]
+Fp8Weights = Annotated[
+    bool, Option("--fp8-weights", help="Keep weight matrices in fp8: half the memory, results differ slightly.")
+]
+MaxSeqLen = Annotated[
+    int | None, Option("--max-seq-len", min=2, help="Longest prompt plus new tokens. Default: the model's limit.")
+]
+Host = Annotated[str, Option("--host", help="Address to listen on. Any address but loopback needs a token.")]
+Port = Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")]
 
 Inputs = Annotated[list[str], Option("--input", help="File, glob, directory or URL; repeatable.", show_default=False)]
 TokenizerName = Annotated[

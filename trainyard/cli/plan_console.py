@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.core.constants import GIB
 from trainyard.core.quantities import counted
 from trainyard.models import family_of
 from trainyard.preflight.plan.compare_measured import ComparisonRow
@@ -18,7 +19,6 @@ from trainyard.preflight.plan.time.step_time import distinct_pipeline_ranks
 
 TABLE_WIDTH = 100
 INDENT = 10
-GIB = 2**30
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation")
 SHORT_HEADINGS = {
     "pipeline ranks": "pp ranks",

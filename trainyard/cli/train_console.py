@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from trainyard.cli.console import print_line, terminal_safe
-from trainyard.core.constants import GIB
+from trainyard.core.constants import GIB, MIB
 from trainyard.core.quantities import counted
 from trainyard.metrics.loggers.base import event_text
 from trainyard.train.callbacks import Callback, TrainerView
@@ -108,7 +108,7 @@ class TrainConsole(Callback):
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         text = (
             f"checkpoint of step {record['step']} | {record['checkpoint']} | "
-            f"{record['checkpoint_bytes'] / 2**20:,.1f} MiB in {record['checkpoint_seconds']:.1f} s | "
+            f"{record['checkpoint_bytes'] / MIB:,.1f} MiB in {record['checkpoint_seconds']:.1f} s | "
             f"steps waited {record['checkpoint_stall']:.2f} s"
         )
         print_line(self.console, text)

@@ -1,4 +1,4 @@
-"""The routes of the page. All of them only read."""
+"""The routes of the dashboard. All of them only read."""
 
 import json
 import threading
@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from trainyard.core.errors import UserError
 from trainyard.core.web_server import REFUSAL, CheckHost, LimitBody
+from trainyard.dashboard import STATIC
 from trainyard.dashboard.curves import CurveStore
 from trainyard.dashboard.metrics_table import AXES
 from trainyard.dashboard.plan_comparison import PlanComparisons
@@ -25,14 +26,13 @@ from trainyard.dashboard.run_list import RunList
 from trainyard.dashboard.step_times import heat_map, read_step_times
 from trainyard.metrics.run_directory import is_training
 
-STATIC = Path(__file__).parent / "static"
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 BUCKETS = (20, 1000)
 DEFAULT_BUCKETS = 300
 MAX_BODY_BYTES = 4096
 
 
-class RunPages:
+class DashboardData:
     """What the routes share: the list of runs, their curves and plans."""
 
     def __init__(self, root: Path, label: str) -> None:
@@ -72,13 +72,13 @@ class RunPages:
 RunHandler = Callable[[RunDirectoryReader, Request], Any]
 
 
-def create_app(pages: RunPages, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
+def create_app(data: DashboardData, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
     """`host` is the address that the server listens on; `token` is what clients must have, None: anybody may look."""
 
     def of_run(handler: RunHandler) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
             try:
-                run = pages.runs.open(request.path_params["name"])
+                run = data.runs.open(request.path_params["name"])
             except UserError as error:
                 raise HTTPException(404, str(error)) from None
             try:
@@ -89,18 +89,18 @@ def create_app(pages: RunPages, host: str = "127.0.0.1", token: str | None = Non
         return endpoint
 
     def run_list(request: Request) -> Response:
-        return _json(pages.list_runs(request))
+        return _json(data.list_runs(request))
 
     readers: dict[str, RunHandler] = {
-        "curves": pages.run_curves,
-        "plan": pages.run_plan,
+        "curves": data.run_curves,
+        "plan": data.run_plan,
         "events": lambda run, _: read_events(run),
         "config": lambda run, _: read_config(run),
         "checkpoints": lambda run, _: read_checkpoints(run),
         "samples": lambda run, _: read_texts(run),
-        "step-times": pages.run_step_times,
+        "step-times": data.run_step_times,
         "logs": lambda run, _: list_logs(run),
-        "logs/{file:path}": pages.run_log,
+        "logs/{file:path}": data.run_log,
     }
     routes = [
         Route("/", _static_route("index.html")),
@@ -119,7 +119,7 @@ def create_app(pages: RunPages, host: str = "127.0.0.1", token: str | None = Non
 
 
 def static_files() -> list[str]:
-    """The files of the page by path below STATIC."""
+    """The files of the dashboard by path below STATIC."""
     return sorted(str(path.relative_to(STATIC)) for path in STATIC.rglob("*") if path.suffix in MEDIA_TYPES)
 
 
@@ -133,10 +133,10 @@ def _static_route(name: str) -> Callable[[Request], Response]:
     return endpoint
 
 
-def _json(data: Any) -> Response:
+def _json(content: Any) -> Response:
     # ASCII, because texts from files may have lone surrogates, which UTF-8 cannot encode.
-    content = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return Response(content, media_type="application/json")
+    text = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return Response(text, media_type="application/json")
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 18
 DIRECT_BYTES = 1 << 21
 """Up to this many new bytes are read within the request."""
 START_DELAY_S = 0.5
-"""Before a large file is read: the answers that a page needs at its start come first."""
+"""Before a large file is read: the answers that the dashboard needs at its start come first."""
 SAMPLED_LINES = 400
 SAMPLE_BYTES = 1 << 12
 MAX_EVALUATIONS_SENT = 1000
@@ -147,13 +147,13 @@ class CurveStore:
             if is_complete and after is not None and generation == found.generation and (low, high) == (None, None):
                 new = table.count - after
                 if 0 <= new <= 2 * buckets:
-                    return answer | table.select_after(after) | _others(table) | {"is_addition": True}
+                    return answer | table.select_after(after) | _evaluations(table) | {"is_addition": True}
             if is_complete:
-                return answer | table.select(buckets, axis, low, high) | _others(table)
+                return answer | table.select(buckets, axis, low, high) | _evaluations(table)
         if only_complete:
             return answer | {"generation": -1}
         sampled = found.sample()
-        return answer | sampled.select(buckets, axis, low, high) | _others(sampled) | {"generation": -1}
+        return answer | sampled.select(buckets, axis, low, high) | _evaluations(sampled) | {"generation": -1}
 
     def read_all(self, run: RunDirectoryReader) -> None:
         """Read the complete file now."""
@@ -199,7 +199,7 @@ class CurveStore:
                 curves.queued = False
 
 
-def _others(table: MetricsTable) -> dict[str, Any]:
+def _evaluations(table: MetricsTable) -> dict[str, Any]:
     stride = -(-len(table.evaluations) // MAX_EVALUATIONS_SENT) or 1
     return {
         "evaluations": [{"step": step, **values} for step, values in table.evaluations[::stride]],

@@ -5,14 +5,16 @@ each series, the rows with its minimum and maximum in every bucket: no spike is 
 bucket, from which a smooth curve can be drawn that the choice of extremes does not distort.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trainyard.dashboard.numbers import FloatArray, to_floats, to_json, to_json_exact
-from trainyard.metrics.record_numbers import to_count, to_finite
+from trainyard.metrics.record_numbers import as_number, to_count, to_finite
 
+FloatArray = NDArray[np.float64]
 AXES = ("step", "tokens", "time")
 SERIES = ("loss", "grad_norm", "tokens_per_second", "mfu", "lr")
 COLUMNS = (*AXES, *SERIES)
@@ -159,3 +161,27 @@ def _bucket_means(values: FloatArray, buckets: int) -> FloatArray:
     with np.errstate(over="ignore"):
         sums = np.where(finite, grouped, 0.0).sum(axis=1)
     return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
+
+
+def to_float(value: Any) -> float:
+    """A number of a record; NaN for everything else."""
+    number = as_number(value)
+    return math.nan if number is None else float(number)
+
+
+def to_floats(values: Sequence[Any]) -> FloatArray:
+    if all(type(value) is float or (type(value) is int and -(2**53) < value < 2**53) for value in values):
+        return np.array(values, np.float64)
+    return np.array([to_float(value) for value in values], np.float64)
+
+
+def to_json(values: Iterable[float]) -> list[float | None]:
+    """Numbers with six significant digits; None where they are not finite."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+
+def to_json_exact(values: Iterable[float]) -> list[float | int | None]:
+    """Numbers as they are; whole ones without a fraction."""
+    return [
+        None if not math.isfinite(value) else int(value) if value == int(value) else round(value, 3) for value in values
+    ]

@@ -1,12 +1,18 @@
-"""Plans of runs next to their measurements, computed one at a time in other processes and kept."""
+"""Plans of runs next to their measurements, computed one at a time in other processes and kept.
+
+`python -m trainyard.dashboard.plan_comparison RUN` prints one as JSON: the plan imports torch, which takes seconds and
+memory, so the dashboard computes it in a process of its own.
+"""
 
 import json
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
+from trainyard.core.errors import UserError, one_line
 from trainyard.dashboard.run_files import RunDirectoryReader
 
 TIMEOUT_S = 300
@@ -54,7 +60,7 @@ class PlanComparisons:
 
     def compute(self, run: RunDirectoryReader) -> dict[str, Any]:
         """Compute the comparison now: a dictionary with rows, or with the problem."""
-        command = [sys.executable, "-m", "trainyard.dashboard.plan_process", str(run.path)]
+        command = [sys.executable, "-m", "trainyard.dashboard.plan_comparison", str(run.path)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -73,3 +79,33 @@ class PlanComparisons:
         self._closed = True
         if self._process and self._process.poll() is None:
             self._process.kill()
+
+
+def compare(directory: Path) -> dict[str, Any]:
+    """The plan of a run next to what the run measured."""
+    from trainyard.preflight.plan.compare_measured import compare_with_measured, load_run_config, run_hardware
+    from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu
+    from trainyard.preflight.plan.hardware.spec import needed_hardware, parse_hardware
+    from trainyard.preflight.plan.report import BOTTLENECK_NAMES, make_plan
+
+    config = load_run_config(directory, [])
+    plan = make_plan(config, parse_hardware(run_hardware(directory) or needed_hardware(config), None, measure_cpu))
+    rows = compare_with_measured(plan, directory)
+    return {
+        "hardware": plan.hardware.describe(),
+        "layout": plan.layout.describe(),
+        "bottleneck": plan.bottleneck,
+        "rows": [{**vars(row), "ratio": row.ratio} for row in rows],
+        "parts": {BOTTLENECK_NAMES[name]: share for name, share in plan.time_shares.items() if share > 0},
+    }
+
+
+def main() -> None:
+    try:
+        print(json.dumps(compare(Path(sys.argv[1]))))
+    except UserError as error:
+        print(json.dumps({"problem": one_line(error)}))
+
+
+if __name__ == "__main__":
+    main()

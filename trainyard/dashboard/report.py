@@ -1,14 +1,14 @@
-"""A report: the page of one or two runs as one HTML file, with data, script and style in it."""
+"""A report: the dashboard of one or two runs as one HTML file, with data, script and style in it."""
 
 import base64
 import hashlib
 import json
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 from trainyard import __version__
+from trainyard.dashboard import STATIC
 from trainyard.dashboard.curves import CurveStore
 from trainyard.dashboard.plan_comparison import PlanComparisons
 from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log, read_texts
@@ -16,7 +16,6 @@ from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.dashboard.run_summary import read_summary, run_state
 from trainyard.dashboard.step_times import heat_map, read_step_times
 
-STATIC = Path(__file__).parent / "static"
 MARKER = '<meta name="generator" content="trainyard report'
 """Begins near the start of every report, so that a report can be told from other files."""
 BUCKETS = 500
@@ -42,7 +41,7 @@ def create_report(runs: list[RunDirectoryReader], with_plan: bool = True) -> str
 
 
 def collect_parts(run: RunDirectoryReader, with_plan: bool) -> dict[str, Any]:
-    """Everything that the page would ask the server about a run."""
+    """Everything that the dashboard would ask the server about a run."""
     curves = CurveStore()
     curves.read_all(run)
     logs = sorted(list_logs(run), key=lambda log: -log["time"])[:MAX_LOGS]
@@ -84,7 +83,7 @@ def build_html(data: dict[str, Any], title: str) -> str:
 
 
 def join_modules(name: str, seen: set[str] | None = None) -> str:
-    """A module of the page and all that it imports as one script: a page without a server cannot import files."""
+    """A module of the dashboard and all that it imports as one script: a page without a server cannot import files."""
     seen = set() if seen is None else seen
     seen.add(name)
     text = (STATIC / f"{name}.js").read_text()

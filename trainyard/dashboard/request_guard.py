@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainyard.core.sockets import is_bearer
+from trainyard.dashboard import STATIC
 
 COOKIE = "trainyard_page"
 OPEN_PATHS = ("/login", "/static/style.css")
@@ -28,27 +29,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-LOGIN_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Sign in - trainyard</title>
-<link rel="stylesheet" href="/static/style.css">
-</head>
-<body class="login">
-<main>
-<h1>trainyard</h1>
-<p>{message}</p>
-<form method="post" action="/login">
-<label for="token">Token</label>
-<input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
-<button type="submit">Sign in</button>
-</form>
-</main>
-</body>
-</html>
-"""
+LOGIN_PAGE = (STATIC / "login.html").read_text()
 ASK = "This page needs the token that <code>trainyard page</code> printed when it started."
 WRONG = "That is not the token. It is in the line that <code>trainyard page</code> printed when it started."
 
@@ -95,10 +76,10 @@ class RequireSignIn:
             try:
                 fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=4)
             except (HTTPException, ClientDisconnect, ValueError):
-                return HTMLResponse(LOGIN_PAGE.format(message=WRONG), 400)
+                return _login_page(WRONG, 400)
             return self._sign_in(fields.get("token", [""])[0], "/")
         if path in OPEN_PATHS:
-            return None if path != "/login" else HTMLResponse(LOGIN_PAGE.format(message=ASK))
+            return None if path != "/login" else _login_page(ASK, 200)
         if path == "/" and "token" in request.query_params:
             others = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
             return self._sign_in(request.query_params["token"], "/" + ("?" + urlencode(others) if others else ""))
@@ -106,7 +87,7 @@ class RequireSignIn:
             return None
         if path.startswith("/api/"):
             return JSONResponse({"error": "missing or wrong token"}, 401, {"WWW-Authenticate": "Bearer"})
-        return HTMLResponse(LOGIN_PAGE.format(message=ASK), 401)
+        return _login_page(ASK, 401)
 
     def _is_signed_in(self, request: Request) -> bool:
         authorization = request.headers.get("authorization", "").encode("latin-1", "replace")
@@ -120,7 +101,11 @@ class RequireSignIn:
 
     def _sign_in(self, given: str, target: str) -> Response:
         if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
-            return HTMLResponse(LOGIN_PAGE.format(message=WRONG), 401)
+            return _login_page(WRONG, 401)
         answer = RedirectResponse(target, 303)
         answer.set_cookie(COOKIE, self.session, httponly=True, samesite="lax")
         return answer
+
+
+def _login_page(message: str, status: int) -> Response:
+    return HTMLResponse(LOGIN_PAGE.format(message=message), status)

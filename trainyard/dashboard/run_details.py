@@ -1,4 +1,4 @@
-"""The parts of a run that the page shows on demand: configuration, events, checkpoints, text samples, logs."""
+"""The parts of a run that the dashboard shows on demand: configuration, events, checkpoints, text samples, logs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
 from trainyard.cluster.job_record import LOG_DIRECTORY
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import format_value
-from trainyard.dashboard.numbers import to_float
+from trainyard.dashboard.metrics_table import to_float
 from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.metrics.json_lines import parse_lines
 from trainyard.metrics.record_numbers import to_count, to_finite

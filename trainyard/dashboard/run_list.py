@@ -45,10 +45,6 @@ class RunList:
             raise UserError(f"{name}: no such run")
         return run
 
-    def summary(self, name: str) -> RunRow:
-        run = self.open(name)
-        return read_summary(run, run_state(run))
-
     def changes(self, since: str = "") -> dict[str, Any]:
         """The summaries that changed after version `since`, and the names of all runs."""
         with self._lock:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.dashboard.numbers import FloatArray, to_json
+from trainyard.dashboard.metrics_table import FloatArray, to_json
 from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.metrics.spans import DIRECTORY, FILE_NAME, OLD_SUFFIX, RankSpans, read_open_spans, step_times
 

@@ -5,8 +5,10 @@ each. Every token of a stream except the first is scored exactly once, whatever 
 and sentence pairs are scored as they are stored.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,6 @@ from trainyard.data.loading.dataset import Dataset, Indices, concatenate
 from trainyard.data.loading.token_samples import TokenSamples, TokenStream, token_stream
 from trainyard.data.samples import Sample
 from trainyard.data.text.tokenizer import Tokenizer
-from trainyard.evaluate.text_bytes import row_bytes, stream_bytes
 from trainyard.families import family_of
 
 HDF5_SUFFIXES = (".hdf5", ".h5")
@@ -123,13 +124,8 @@ def _windows(name: str, streams: list[TokenStream], options: DataOptions) -> Eva
     windows: list[Dataset] = [TokenWindows(stream, *shape) for stream in streams]
     if not sum(map(len, windows)):
         raise UserError(f"{name}: has no token to predict: fewer than two tokens")
-    tokenizer = options.tokenizer
-
-    def count_bytes() -> int:
-        assert tokenizer is not None
-        return sum(stream_bytes(stream, tokenizer, data.mask_eod_loss) for stream in streams)
-
-    return EvaluationData(name, concatenate(windows), data.seq_len, count_bytes=count_bytes if tokenizer else None)
+    count_bytes = partial(stream_bytes, streams, options.tokenizer, data.mask_eod_loss) if options.tokenizer else None
+    return EvaluationData(name, concatenate(windows), data.seq_len, count_bytes=count_bytes)
 
 
 def _open_packed_rows(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
@@ -140,18 +136,13 @@ def _open_packed_rows(name: str, paths: list[Path], options: DataOptions) -> Eva
         raise UserError(f"--stride {options.stride}: {name} has packed rows, which cannot overlap")
     seq_len = data.seq_len if options.seq_len_is_given else row_length(paths[0])
     rows = ArrowDataset(paths, seq_len, data.document_mask, options.config.model.vocab)
-    tokenizer = options.tokenizer
 
-    def labels() -> Iterator[list[int]]:
-        for index in range(len(rows)):
-            (row,) = rows.samples(np.array([index]))["labels"]
-            yield row[row != IGNORE_INDEX].tolist()
+    def count_bytes(tokenizer: Tokenizer) -> int:
+        labels = (rows.samples(np.array([index]))["labels"][0] for index in range(len(rows)))
+        return row_bytes((row[row != IGNORE_INDEX].tolist() for row in labels), tokenizer)
 
-    def count_bytes() -> int:
-        assert tokenizer is not None
-        return row_bytes(labels(), tokenizer)
-
-    return EvaluationData(name, rows, seq_len, count_bytes=count_bytes if tokenizer else None)
+    bound = partial(count_bytes, options.tokenizer) if options.tokenizer else None
+    return EvaluationData(name, rows, seq_len, count_bytes=bound)
 
 
 def _open_sentence_pairs(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
@@ -175,3 +166,26 @@ def _has_column(directory: Path, name: str) -> bool:
 
     files = data_files(directory)
     return bool(files) and name in open_stream(files[0]).schema.names
+
+
+def row_bytes(rows: Iterable[list[int]], tokenizer: Tokenizer) -> int:
+    """Bytes of the texts that rows of tokens decode to, without special tokens."""
+    special_ids = tokenizer.special_ids
+    texts = (tokenizer.decode([token for token in row if token not in special_ids]) for row in rows)
+    return sum(len(text.encode()) for text in texts)
+
+
+def stream_bytes(streams: Iterable[TokenStream], tokenizer: Tokenizer, skip_document_starts: bool) -> int:
+    """Bytes of the texts of streams without their first tokens, which are not scored; with `skip_document_starts`,
+    without the first token of every document. Documents are decoded one by one."""
+
+    def documents() -> Iterator[list[int]]:
+        for stream in streams:
+            starts = stream.document_starts(0, len(stream)).tolist()
+            bounds = [*starts, len(stream)] if starts and starts[0] == 0 else [0, *starts, len(stream)]
+            for start, end in pairwise(bounds):
+                first = start + int(start == 0 or skip_document_starts)
+                if first < end:
+                    yield stream.tokens(first, end - first).tolist()
+
+    return row_bytes(documents(), tokenizer)

@@ -1,9 +1,11 @@
-"""The Evaluator holds the model of a checkpoint on one rank of any layout, without an optimizer, and evaluates data
-sets with the code that evaluates during training."""
+"""Evaluates checkpoints on data sets. The Evaluator holds the model on one rank of any layout, without an optimizer,
+and uses the code that evaluates during training."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import log
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -11,24 +13,67 @@ from torch import Tensor
 
 from trainyard import models
 from trainyard.checkpoint.formats.tensor_map import WeightSource, local_values
+from trainyard.checkpoint.registry import OpenedCheckpoint, read_model_files
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch
 from trainyard.core.world import World
+from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.loading.loader import BatchLoader
-from trainyard.evaluate.checkpoint_source import OnProgress
-from trainyard.evaluate.data_sets import EvaluationData
+from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
+from trainyard.evaluate.data_sets import DataOptions, EvaluationData, open_data
 from trainyard.evaluate.eval_config import with_sample_shape
+from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
 from trainyard.train.compile.compile_blocks import make_compile_fn
 from trainyard.train.decisions import packs_batches
-from trainyard.train.evaluate import PERPLEXITY_TERMS, Metric, evaluate
+from trainyard.train.evaluate import PERPLEXITY_TERMS, evaluate
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.optim.flat_state import DTYPES
 
 BITS_PER_NAT = 1 / log(2)
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is counted, how many are done, and their total."""
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A checkpoint that an evaluation reads on one rank."""
+
+    path: str | Path
+    opened: OpenedCheckpoint
+    config: Config
+    """Of the evaluation."""
+    world: World
+    on_progress: OnProgress = lambda what, done, total: None
+
+
+def evaluate_data(
+    source: CheckpointSource,
+    data: Sequence[str] | Mapping[str, Sequence[str]],
+    tokenizer: str | None = None,
+    stride: int | None = None,
+    text_key: str = "text",
+    seq_len_is_given: bool = False,
+) -> list[dict[str, Any]]:
+    """The results of each data set: of each argument, or of the arguments of each name. `tokenizer` names one; by
+    default it comes with the checkpoint. The other arguments are those of DataOptions. All ranks call this."""
+    config, weights = source.config, source.opened.weights
+    if tokenizer:
+        loaded: Tokenizer | None = load_tokenizer(tokenizer_spec(config)._replace(name=tokenizer))
+    else:
+        files = read_model_files(weights, source.path)
+        loaded = load_model_tokenizer(files, config.data.end_of_text)
+        if loaded and loaded.end_id is None and (end_ids := model_end_ids(files, weights.model)):
+            loaded.end_id, loaded.special_ids = end_ids[0], loaded.special_ids | {end_ids[0]}
+    options = DataOptions(config, loaded, stride, text_key, seq_len_is_given)
+    sets = data if isinstance(data, Mapping) else {argument: [argument] for argument in data}
+    # A wrong path is reported before weights are read.
+    opened = [open_data(name, arguments, options) for name, arguments in sets.items()]
+    evaluator = Evaluator(config, weights, source.world, on_progress=source.on_progress)
+    return [evaluator.evaluate(each) for each in opened]
 
 
 class Evaluator:
@@ -39,10 +84,9 @@ class Evaluator:
         config: Config,
         weights: WeightSource,
         world: World | None = None,
-        metrics: Mapping[str, Metric] | None = None,
         on_progress: OnProgress = lambda what, done, total: None,
     ) -> None:
-        """Build the stages of this rank and read its part of `weights`. `metrics` are added to evaluate.metrics."""
+        """Build the stages of this rank and read its part of `weights`."""
         self.config, self.on_progress = config, on_progress
         self.world = world = world or World.from_environment()
         self.layout = Layout.from_config(config, world.size)
@@ -52,7 +96,7 @@ class Evaluator:
         compile_fn = make_compile_fn(config.compile, self.device, world.local_rank)
         kernels = self.device.kernels(fused=config.device.kernels == "fused")
         self.loss_fn = build.build_loss(config, None, kernels, compile_fn, self.device)
-        self.metrics = build.build_metrics(config, metrics, self.loss_fn)
+        self.metrics = build.build_metrics(config, None, self.loss_fn)
         self.models = build.build_stages(config, self.mesh, self.device, kernels)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         self._load(weights)

@@ -6,16 +6,19 @@ and this module runs the harness's own command line with the class registered:
     python -m trainyard.evaluate.lm_eval_model run --model trainyard --model_args pretrained=CKPT --tasks ...
 """
 
+import difflib
+import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lm_eval import utils
+from lm_eval import simple_evaluate, utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
+from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -24,13 +27,12 @@ from trainyard.checkpoint.registry import open_weights, read_model_files
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.world import World
 from trainyard.evaluate.eval_config import evaluation_config
-from trainyard.evaluate.evaluator import Evaluator
+from trainyard.evaluate.evaluator import CheckpointSource, Evaluator
 from trainyard.evaluate.score_continuations import TokenPair, score_continuations
 from trainyard.families import family_of
-from trainyard.inference.build import EngineShape, build_engine
+from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
-from trainyard.inference.run_requests import run_requests
-from trainyard.inference.scheduler import RequestScheduler
+from trainyard.inference.scheduler import RequestScheduler, run_requests
 from trainyard.inference.text.tokenizer_files import model_end_ids, tokenizer_directory
 from trainyard.remote.local_copies import is_remote_model, local_weights
 
@@ -42,6 +44,36 @@ STOP_TAIL_TOKENS = 64
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def run_tasks(
+    source: CheckpointSource,
+    tasks: Sequence[str],
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    tokenizer: str | None = None,
+) -> dict[str, Any]:
+    """Results and versions of tasks, by the names of the harness.
+
+    All ranks call this; the first rank of each host gets the results, the others nothing.
+    """
+    manager = TaskManager(include_path=str(include_path) if include_path else None)
+    for name in tasks:
+        if not name.endswith(".yaml") and not manager.match_tasks([name]):
+            close = difflib.get_close_matches(name, manager.all_tasks, 3)
+            raise UserError(f"--tasks {name}: no such task; nearest: {', '.join(close) or 'see lm_eval ls tasks'}")
+    config, weights = source.config, source.opened.weights
+    evaluator = Evaluator(config, weights, source.world, on_progress=source.on_progress)
+    model = TrainyardLM(evaluator, tokenizer or load_hf_tokenizer(weights, source.path), config.train.micro_batch)
+    if evaluator.mesh.layout_rank:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    results = simple_evaluate(
+        model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+    )
+    if results is None:
+        return {}
+    return {key: results[key] for key in ("results", "groups", "versions", "n-shot", "n-samples") if key in results}
 
 
 @register_model("trainyard")

@@ -9,11 +9,8 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import RowSeeds
 from trainyard.core.splits import head_range
-from trainyard.families.blueprint import Blueprint
-from trainyard.kernels.reference import Kernels
-from trainyard.models.factory import Fp8Layers, ModuleFactory
+from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import CoreAttention
-from trainyard.parallel.axes import Axes
 
 
 @dataclass
@@ -92,16 +89,8 @@ class CachedAttention(CoreAttention):
 class CachingFactory(ModuleFactory):
     """Builds models whose causal attention has a cache."""
 
-    def __init__(
-        self,
-        size: CacheSize,
-        state: CacheState,
-        blueprint: Blueprint,
-        axes: Axes,
-        kernels: Kernels,
-        fp8: Fp8Layers | None,
-    ) -> None:
-        super().__init__(blueprint, axes, kernels, fp8)
+    def __init__(self, size: CacheSize, state: CacheState, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.size, self.state = size, state
 
     def core_attention(

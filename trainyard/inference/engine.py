@@ -6,8 +6,8 @@ static shapes, so that it can be compiled and captured as a graph of the device.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,63 +17,83 @@ from torch import Tensor
 from trainyard import compat
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CachedAttention, CacheState
-from trainyard.inference.logit_rules import TokenMasks, TokenPenalties
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
-from trainyard.inference.sampling import choose_tokens, token_logprobs
-from trainyard.inference.step_results import GraphedStep, ReadLater, start_reading
+from trainyard.inference.sampling import Sampler, StepNeeds, token_logprobs
 from trainyard.models import Batch, TransformerStage
 
 VISIBLE_STEP = 64
 """Decode attends to a multiple of this many positions; to a coarser one if there are many, so that there are few
 shapes."""
-MAX_SEED = 2**63 - 1
 MAX_GRAPHS = 256
 """Compiled decode steps: powers of two of rows and of visible positions."""
 
 
-@dataclass
-class SlotOptions:
-    """Sampling options of all slots, on the device."""
+class NextTokens(NamedTuple):
+    """New tokens of some slots, on the host."""
 
-    slots: int
-    device: torch.device
-    temperature: Tensor = field(init=False)
-    top_k: Tensor = field(init=False)
-    top_p: Tensor = field(init=False)
-    seeds: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        zeros = partial(torch.zeros, self.slots, device=self.device)
-        self.temperature, self.top_k = zeros(), zeros(dtype=torch.int32)
-        self.top_p, self.seeds = zeros() + 1, zeros(dtype=torch.int64)
-
-    def set(self, slot: int, options: SamplingOptions) -> None:
-        self.temperature[slot], self.top_p[slot] = options.temperature, options.top_p
-        self.top_k[slot] = options.top_k
-        self.seeds[slot] = options.seed & MAX_SEED  # any integer is one
-
-    def rows(self, index: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `choose_tokens`."""
-        return self.temperature[index], self.top_k[index], self.top_p[index], self.seeds[index]
-
-
-class StepNeeds(NamedTuple):
-    """What the requests of a step need besides the most likely tokens."""
-
-    sampled: bool = False
-    logprobs: bool = False
-    penalized: bool = False
-    constrained: bool = False
-    """A row may choose only the tokens of its mask."""
+    tokens: list[int]
+    logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
+    """MAX_LOGPROBS pairs of token and log-probability for each slot."""
 
     @classmethod
-    def of(cls, options: Sequence[SamplingOptions]) -> "StepNeeds":
-        return cls(
-            any(o.temperature > 0 for o in options),
-            any(o.num_logprobs is not None for o in options),
-            any(o.is_penalized for o in options),
-            any(o.json_schema is not None for o in options),
-        )
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> "NextTokens":
+        """From tokens alone, or from tokens and what `token_logprobs` returns."""
+        tokens, *rest = (tensor.tolist() for tensor in tensors)
+        if not rest:
+            return cls(tokens, None, None)
+        logprobs, top_ids, top_values = rest
+        tops = [list(zip(ids, values, strict=True)) for ids, values in zip(top_ids, top_values, strict=True)]
+        return cls(tokens, logprobs, tops)
+
+
+PendingTokens = Callable[[], NextTokens]
+"""Waits for the tokens of a step, not for later ones."""
+
+
+def start_reading(device: Device, results: Sequence[Tensor]) -> PendingTokens:
+    """Start copying results to the host. The copies are queued before the step that overwrites the results."""
+    copies = [device.copy_to_host(tensor) for tensor in results]
+    return lambda: NextTokens.from_tensors([copy() for copy in copies])
+
+
+class GraphedStep:
+    """A step that is captured together with the copies of its results, which between two graphs would take as long as
+    several kernels. Two graphs take turns, so that a step is read while the next one runs."""
+
+    def __init__(self, device: Device, work: Callable[[], Sequence[Tensor]], results: Sequence[Tensor]) -> None:
+        """`results` are what `work` returned when it ran before."""
+        self.graphs = itertools.cycle([_Graph(device, work, results) for _ in range(2)])
+
+    def __call__(self) -> PendingTokens:
+        return next(self.graphs).replay()
+
+
+class _Graph:
+    def __init__(self, device: Device, work: Callable[[], Sequence[Tensor]], results: Sequence[Tensor]) -> None:
+        self.device = device
+        self.on_host = [device.alloc_host_buffer(tensor.shape, tensor.dtype) for tensor in results]
+        self.read: PendingTokens | None = None
+
+        def work_and_copy() -> None:
+            for host, tensor in zip(self.on_host, work(), strict=True):
+                host.copy_(tensor, non_blocking=True)
+
+        self.run = device.capture_graph(work_and_copy)
+
+    def replay(self) -> PendingTokens:
+        if self.read:
+            self.read()  # a caller that is two steps behind still gets its tokens
+        self.run()
+        wait_until_done = self.device.record_progress()
+
+        @functools.cache
+        def read() -> NextTokens:
+            wait_until_done()
+            return NextTokens.from_tensors(self.on_host)
+
+        self.read = read
+        return read
 
 
 class DecodeVariant(NamedTuple):
@@ -90,7 +110,7 @@ class Engine:
     def __init__(self, model: TransformerStage, state: CacheState, device: Device, vocab: int, compiled: bool) -> None:
         """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
         graph for each shape."""
-        self.model, self.state, self.device, self.vocab = model, state, device, vocab
+        self.model, self.state, self.device = model, state, device
         caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
         self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
         handle = device.torch_device
@@ -99,9 +119,7 @@ class Engine:
         """The last token of each slot, which is not in the cache yet."""
         self.is_active = torch.zeros_like(self.lengths)
         """1 for slots that decode continues; the others compute a token that nobody reads."""
-        self.options = SlotOptions(self.num_slots, handle)
-        self.penalties: TokenPenalties | None = None
-        self.masks: TokenMasks | None = None
+        self.sampler = Sampler(self.num_slots, vocab, device)
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
         self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
@@ -112,27 +130,19 @@ class Engine:
             # call its kernels from Python.
             options: Any = {"guard_filter_fn": _guards_to_keep, "cpp_wrapper": device.synchronous}
             self.compute_logits = torch.compile(self._decode_logits, dynamic=False, fullgraph=True, options=options)
-        self.steps: dict[DecodeVariant, Callable[[], ReadLater]] = {}
+        self.steps: dict[DecodeVariant, Callable[[], PendingTokens]] = {}
 
     @torch.inference_mode()
     def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int]) -> None:
         """Assign a slot to a new sequence."""
-        self.options.set(slot, options)
-        if options.is_penalized and self.penalties is None:
-            self.penalties = TokenPenalties(self.num_slots, self.vocab, self.device.torch_device)
-        if self.penalties:
-            self.penalties.start(slot, options, prompt)
-        if options.json_schema is not None and self.masks is None:
-            self.masks = TokenMasks(self.num_slots, self.vocab, self.device)
-        if self.masks:
-            self.masks.allow_all(slot)
+        self.sampler.start(slot, options, prompt)
         self.lengths[slot] = self.is_active[slot] = 0
 
     @torch.inference_mode()
     def allow_tokens(self, slot: int, words: Tensor) -> None:
         """The tokens that a slot may choose next, as a bit mask. All steps before must have been read."""
-        assert self.masks
-        self.masks.set(slot, words)
+        assert self.sampler.masks
+        self.sampler.masks.set(slot, words)
 
     @functools.cached_property
     def _caches(self) -> list[tuple[Tensor, Tensor]]:
@@ -177,7 +187,7 @@ class Engine:
         start: int,
         is_last: bool,
         needs: StepNeeds,
-    ) -> ReadLater | None:
+    ) -> PendingTokens | None:
         """Put tokens into the cache, from position `start` on; several rows only from position 0 on.
 
         If they end the prompts (`is_last`), the slots become active; returns a function that waits for their first new
@@ -195,15 +205,15 @@ class Engine:
         last = torch.tensor([len(row) - 1 for row in rows], device=handle)
         logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None]).float()
         lengths = (last + start + 1).int()
-        chosen = self._choose(logits, index, lengths, needs)
+        chosen = self.sampler.choose(logits, index, lengths, needs)
         self.tokens[index], self.lengths[index], self.is_active[index] = chosen, lengths, 1
-        if needs.penalized and self.penalties:
-            self.penalties.counts[index, chosen] += 1
+        if needs.penalized and self.sampler.penalties:
+            self.sampler.penalties.counts[index, chosen] += 1
         results = [chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if needs.logprobs else ())]
         return start_reading(self.device, results)
 
     @torch.inference_mode()
-    def decode(self, rows: int, longest: int, needs: StepNeeds) -> ReadLater:
+    def decode(self, rows: int, longest: int, needs: StepNeeds) -> PendingTokens:
         """Compute one token for each of the first slots. Returns a function that waits for them.
 
         `longest` is the largest number of tokens of a slot, the one to be computed excluded.
@@ -212,20 +222,21 @@ class Engine:
         visible = self.max_seq_len + 1
         if not self.kernels.has_decode_attention:
             visible = min(_round_up(longest + 1), visible)
+        # A kernel that reads the lengths itself needs no bound on them, so its steps differ in the rows only.
         variant = DecodeVariant(rows, visible, needs)
         if variant not in self.steps:
             self.steps[variant] = self._prepare_step(variant)
         return self.steps[variant]()
 
-    def _prepare_step(self, variant: DecodeVariant) -> Callable[[], ReadLater]:
+    def _prepare_step(self, variant: DecodeVariant) -> Callable[[], PendingTokens]:
         """A function that queues a step."""
         rows = slice(variant.rows)
         work = partial(self._decode, self.tokens[rows], self.lengths[rows], self.is_active[rows], variant)
         if not self.device.supports_graphs:
             return lambda: start_reading(self.device, work())
         changed = [self.tokens, self.lengths]
-        if variant.needs.penalized and self.penalties:
-            changed.append(self.penalties.counts)
+        if variant.needs.penalized and self.sampler.penalties:
+            changed.append(self.sampler.penalties.counts)
         before = [tensor.clone() for tensor in changed]
         for _ in range(2):  # compile kernels and allocate their memory before the capture
             results = work()
@@ -236,23 +247,15 @@ class Engine:
     def _decode(self, tokens: Tensor, lengths: Tensor, is_active: Tensor, variant: DecodeVariant) -> list[Tensor]:
         logits, needs = self.compute_logits(tokens, lengths, variant.visible), variant.needs
         if needs.sampled or needs.penalized or needs.constrained:
-            chosen = self._choose(logits.float(), slice(variant.rows), lengths + 1, needs)
+            chosen = self.sampler.choose(logits.float(), slice(variant.rows), lengths + 1, needs)
         else:
             chosen = self.kernels.greedy_tokens(logits)
         tokens.copy_(chosen)
         lengths.add_(is_active)
-        if needs.penalized and self.penalties:
-            counts = self.penalties.counts[: variant.rows]
+        if needs.penalized and self.sampler.penalties:
+            counts = self.sampler.penalties.counts[: variant.rows]
             counts.scatter_add_(1, chosen.long()[:, None], is_active[:, None])
         return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if needs.logprobs else ())]
-
-    def _choose(self, logits: Tensor, index: Any, positions: Tensor, needs: StepNeeds) -> Tensor:
-        """The next tokens of the slots in `index`, whose fp32 logits are given."""
-        if needs.penalized and self.penalties:
-            logits = self.penalties.apply(logits, index)
-        if needs.constrained and self.masks:
-            logits = self.masks.apply(logits, index)
-        return choose_tokens(logits, *self.options.rows(index), positions) if needs.sampled else logits.argmax(-1).int()
 
     def _decode_logits(self, tokens: Tensor, lengths: Tensor, visible: int) -> Tensor:
         self.state.decoding, self.state.visible = True, visible

@@ -9,9 +9,9 @@ from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.checkpoint.registry import open_weights, read_model_files
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.devices import Device
-from trainyard.inference.text.tokenizer_files import load_model_tokenizer
+from trainyard.inference.text.tokenizer_files import find_tokenizer
 from trainyard.models import ModelOutput, TransformerStage, build_model, family_of, fill_parameters
 
 MASK, START, END = "[MASK]", "[CLS]", "[SEP]"
@@ -34,11 +34,7 @@ class MaskFiller:
         self.config, self.device = weights.model, device
         if family_of(self.config).is_causal:
             raise UserError(f"{source}: a {self.config.family} model has no masks; see trainyard generate")
-        found = (
-            load_tokenizer(TokenizerSpec(tokenizer))
-            if tokenizer
-            else load_model_tokenizer(read_model_files(weights, source))
-        )
+        found = find_tokenizer(tokenizer, read_model_files(weights, source))
         if found is None:
             raise UserError(f"{source}: has no tokenizer; give --tokenizer")
         self.tokenizer: Tokenizer = found

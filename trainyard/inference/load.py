@@ -10,13 +10,13 @@ from trainyard.checkpoint.formats.tensor_map import WeightSource
 from trainyard.checkpoint.registry import open_weights, read_model_files
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
-from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer
 from trainyard.devices import Device
-from trainyard.inference.build import EngineShape, build_engine
+from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.chat import ChatTemplate
 from trainyard.inference.text.json_schema import SchemaCompiler
-from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids, read_json
+from trainyard.inference.text.tokenizer_files import find_tokenizer, model_end_ids, read_json
 from trainyard.models import ModelConfig, ParameterValues, TransformerStage, family_of
 from trainyard.models.sharding import local_tensor
 from trainyard.parallel.layout import Layout
@@ -24,7 +24,7 @@ from trainyard.parallel.mesh import Mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAT_FUSIONS = {"fuse_qkv": True, "fuse_gate_up": True}
-"""Whatever the run stored: one product instead of three, and one instead of two."""
+"""Whatever the run stored: one matrix multiplication instead of three, and one instead of two."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ def load_for_inference(
     if options.fp8_weights and options.compiled:
         raise UserError("--fp8-weights: not with --compile")
     device = devices.select(options.device)
-    dtype = _choose_dtype(options.dtype, device)
+    dtype = DTYPES[options.dtype or ("fp32" if device.synchronous else "bf16")]
     device.prepare(False, world)
-    mesh = _create_mesh(device, world)
+    mesh = Mesh.create(Layout(tp=world.size), device, world)
     limit = config.max_positions
     max_seq_len = options.max_seq_len or limit
     if not 2 <= max_seq_len <= limit:
@@ -136,10 +136,7 @@ def load_for_inference(
         fused_kernels=options.fused_kernels,
     )
     model_files = read_model_files(weights, source)
-    if tokenizer:
-        found: Tokenizer | None = load_tokenizer(TokenizerSpec(tokenizer))
-    else:
-        found = load_model_tokenizer(model_files)
+    found = find_tokenizer(tokenizer, model_files)
     scheduler = RequestScheduler(engine, config.vocab, options.shares_prefixes)
     model = InferenceModel(config, engine.model, scheduler, found, model_files, device, mesh)
     if found:
@@ -147,19 +144,11 @@ def load_for_inference(
     return model
 
 
-def _choose_dtype(name: str | None, device: Device) -> torch.dtype:
-    return DTYPES[name] if name else torch.float32 if device.synchronous else torch.bfloat16
-
-
 def check_tensor_parallel(source: str, tp: int) -> None:
     """Raise UserError if `tp` ranks cannot share the model, before they start."""
     heads = open_weights(source).weights.model.heads
     if heads % tp:
         raise UserError(f"--tp {tp}: does not divide the model's {heads} heads")
-
-
-def _create_mesh(device: Device, world: World) -> Mesh:
-    return Mesh.create(Layout(tp=world.size), device, world)
 
 
 def _rank_values(

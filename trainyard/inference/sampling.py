@@ -1,18 +1,134 @@
-"""Chooses the next token of each row of logits: temperature, top-k, top-p and the most likely token.
+"""Chooses the next token of each row of logits: penalties and grammars, then temperature, top-k and top-p.
 
 The noise is counter-based: a choice depends on its own row, seed and position, and on nothing else in the batch. All
-operations have fixed shapes and never wait for the device, so a CUDA graph can contain them.
+operations have fixed shapes and never wait for the device, and all state is on the device at fixed addresses, so a
+captured step can contain them.
 """
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainyard.core.counter_rng import element_bits, mix64, right_shift, row_seeds
+from trainyard.devices import Device
+from trainyard.inference.requests import SamplingOptions
 
 SEED_OFFSET = 0x2545F4914F6CDD1D
 """Added to seeds before they are mixed: `mix64` maps 0 to 0."""
 FIXED_POINT = 2.0**40
 """Probabilities are summed as integers in this unit, so that the order of the sum does not change the tokens kept."""
+MAX_SEED = 2**63 - 1
+WORD_BITS = 32
+"""Tokens per element of a bit mask."""
+
+
+class StepNeeds(NamedTuple):
+    """What the requests of a step need besides the most likely tokens."""
+
+    sampled: bool = False
+    logprobs: bool = False
+    penalized: bool = False
+    constrained: bool = False
+    """A row may choose only the tokens of its mask."""
+
+    @classmethod
+    def of(cls, options: Sequence[SamplingOptions]) -> "StepNeeds":
+        return cls(
+            any(o.temperature > 0 for o in options),
+            any(o.num_logprobs is not None for o in options),
+            any(o.is_penalized for o in options),
+            any(o.json_schema is not None for o in options),
+        )
+
+
+class Sampler:
+    """The options of all slots, on the device. Penalties and masks are allocated when the first request needs them;
+    rows without them keep their logits bit for bit."""
+
+    def __init__(self, slots: int, vocab: int, device: Device) -> None:
+        self.slots, self.vocab, self.device = slots, vocab, device
+        zeros = partial(torch.zeros, slots, device=device.torch_device)
+        self.temperature, self.top_k = zeros(), zeros(dtype=torch.int32)
+        self.top_p, self.seeds = zeros() + 1, zeros(dtype=torch.int64)
+        self.penalties: TokenPenalties | None = None
+        self.masks: TokenMasks | None = None
+
+    def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int]) -> None:
+        """Assign a slot to a new sequence."""
+        self.temperature[slot], self.top_p[slot] = options.temperature, options.top_p
+        self.top_k[slot] = options.top_k
+        self.seeds[slot] = options.seed & MAX_SEED  # any integer is one
+        if options.is_penalized and self.penalties is None:
+            self.penalties = TokenPenalties(self.slots, self.vocab, self.device.torch_device)
+        if self.penalties:
+            self.penalties.start(slot, options, prompt)
+        if options.json_schema is not None and self.masks is None:
+            self.masks = TokenMasks(self.slots, self.vocab, self.device)
+        if self.masks:
+            self.masks.allow_all(slot)
+
+    def choose(self, logits: Tensor, index: Any, positions: Tensor, needs: StepNeeds) -> Tensor:
+        """The next tokens of the slots in `index`, whose fp32 logits are given."""
+        if needs.penalized and self.penalties:
+            logits = self.penalties.apply(logits, index)
+        if needs.constrained and self.masks:
+            logits = self.masks.apply(logits, index)
+        if not needs.sampled:  # the same tokens as below, without sorting the vocabulary
+            return logits.argmax(-1).int()
+        options = self.temperature[index], self.top_k[index], self.top_p[index], self.seeds[index]
+        return choose_tokens(logits, *options, positions)
+
+
+class TokenPenalties:
+    """Penalties as in vLLM; repetition as in transformers."""
+
+    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+        self.counts = torch.zeros(slots, vocab, dtype=torch.int32, device=device)
+        """How often each token is among the new tokens of a slot."""
+        self.in_prompt = torch.zeros(slots, vocab, dtype=torch.bool, device=device)
+        self.presence, self.frequency = (torch.zeros(slots, device=device) for _ in range(2))
+        self.repetition = torch.ones(slots, device=device)
+
+    def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int]) -> None:
+        self.presence[slot], self.frequency[slot] = options.presence_penalty, options.frequency_penalty
+        self.repetition[slot] = options.repetition_penalty
+        self.counts[slot], self.in_prompt[slot] = 0, False
+        if options.is_penalized:
+            self.in_prompt[slot, torch.tensor(prompt, device=self.counts.device)] = True
+
+    def apply(self, logits: Tensor, index: Any) -> Tensor:
+        """fp32 logits [N, V] of the slots in `index`."""
+        counts, repetition = self.counts[index], self.repetition[index][:, None]
+        is_new = counts > 0
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(self.in_prompt[index] | is_new, repeated, logits)
+        return logits - counts * self.frequency[index][:, None] - is_new * self.presence[index][:, None]
+
+
+class TokenMasks:
+    """The tokens that each slot may choose next, as bits: token t is bit t % 32 of word t // 32."""
+
+    def __init__(self, slots: int, vocab: int, device: Device) -> None:
+        words = -(-vocab // WORD_BITS)
+        self.on_host = device.alloc_host_buffer(torch.Size((slots, words)), torch.int32)
+        self.allowed = torch.full((slots, words), -1, dtype=torch.int32, device=device.torch_device)
+        token = torch.arange(vocab, device=device.torch_device)
+        self.word, self.bit = token // WORD_BITS, (token % WORD_BITS).int()
+
+    def allow_all(self, slot: int) -> None:
+        self.allowed[slot] = -1
+
+    def set(self, slot: int, words: Tensor) -> None:
+        """`words` may have more of them than the vocabulary needs."""
+        self.on_host[slot] = words[: self.on_host.shape[1]]
+        self.allowed[slot].copy_(self.on_host[slot], non_blocking=True)
+
+    def apply(self, logits: Tensor, index: Any) -> Tensor:
+        bits = self.allowed[index][:, self.word] >> self.bit
+        return torch.where((bits & 1).bool(), logits, -torch.inf)
 
 
 def choose_tokens(

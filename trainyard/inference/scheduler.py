@@ -1,14 +1,15 @@
 """Continuous batching: requests join and leave a running batch between two tokens."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.inference.engine import Engine, StepNeeds
+from trainyard.inference.engine import Engine, PendingTokens
 from trainyard.inference.prefix_cache import PrefixCache
 from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, SchedulerLoad, TokenEvent
-from trainyard.inference.step_results import ReadLater
+from trainyard.inference.sampling import StepNeeds
 from trainyard.inference.text.json_schema import SchemaCompiler, SchemaMatcher
 
 PREFILL_CHUNK = 1024
@@ -49,7 +50,7 @@ class QueuedStep:
 
     rows: list[tuple[int, Sequence]]
     """Row of the result, and whose it is."""
-    read: ReadLater
+    read: PendingTokens
 
 
 class RequestScheduler:
@@ -199,6 +200,7 @@ class RequestScheduler:
 
     def _decode(self) -> bool:
         """Queue one token of all requests whose prompts are in the cache. Returns whether there are any."""
+        # The last chunk of a prompt queues the first new token; until then there is nothing to decode.
         active = [s for s in self.slots if s and 0 < s.queued < self._max_new_tokens(s)]
         if not active:
             return False
@@ -215,7 +217,7 @@ class RequestScheduler:
     def _collect(self, step: QueuedStep) -> list[TokenEvent]:
         result, events = step.read(), []
         for row, sequence in step.rows:
-            if sequence.done:
+            if sequence.done:  # it ended, or was cancelled, while this token was on its way
                 continue
             options, token = sequence.request.options, result.tokens[row]
             sequence.reported += 1
@@ -254,3 +256,26 @@ class RequestScheduler:
 
 def _needs(sequences: list[Sequence]) -> StepNeeds:
     return StepNeeds.of([sequence.request.options for sequence in sequences])
+
+
+def run_requests(
+    scheduler: RequestScheduler,
+    requests: list[Request],
+    is_stopped: Callable[[int, list[int]], bool],
+    on_end: Callable[[], None] = lambda: None,
+) -> dict[int, list[int]]:
+    """The new tokens of each request, the end token included. `is_stopped` takes a request id and its new tokens, and
+    ends the request early. `on_end` is called after each request."""
+    tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        for event in scheduler.step():
+            new_tokens = tokens[event.request_id]
+            new_tokens.append(event.token)
+            if not event.finish_reason and is_stopped(event.request_id, new_tokens):
+                scheduler.cancel(event.request_id)
+                on_end()
+            elif event.finish_reason:
+                on_end()
+    return tokens

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -65,10 +67,15 @@ def running_server(
     scheduler, tokenizer = scheduler or FakeScheduler(), tokenizer or ByteTokenizer()
     worker = SchedulerWorker(scheduler, max_pending)
     end_ids = frozenset([tokenizer.end_id] if tokenizer.end_id else [])
-    schemas = SchemaCompiler(tokenizer, tokenizer.vocab_size, end_ids)
-    model = ServedModel(
-        "tiny", tokenizer, worker, scheduler.max_seq_len, ChatTemplate(template), end_ids, schemas=schemas
+    scheduler.schemas = SchemaCompiler(tokenizer, tokenizer.vocab_size, end_ids)
+    loaded: Any = SimpleNamespace(
+        scheduler=scheduler,
+        max_seq_len=scheduler.max_seq_len,
+        chat_template=ChatTemplate(template),
+        end_ids=end_ids,
+        encode_prompt=lambda text: tokenizer.encode([text])[0].tolist(),
     )
+    model = ServedModel("tiny", loaded, tokenizer, worker)
     ready = threading.Event()
     server = ModelServer(create_app(model, token), worker, ready.set)
     with bind_socket("127.0.0.1", 0) as bound:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from hashlib import blake2b
+from typing import Any
 
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import ByteTokenizer
@@ -54,7 +55,7 @@ class FakeScheduler:
         self.cancel_fault: BaseException | None = None
         self.lose_requests = False
         self.logprob = -1.0
-        self.schemas = None
+        self.schemas: Any = None
 
     def add(self, request: Request) -> None:
         if not request.prompt or len(request.prompt) >= self.max_seq_len:

@@ -12,13 +12,13 @@ from typer import Option
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson, ConfigSource, Overrides, Smoke, Workers, worker_count
+from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 
 if TYPE_CHECKING:
     from trainyard.preflight.audit.audit import AuditReport
 
-GIB = 1 << 30
 GENERATIONS = ("trn1", "trn2", "trn3")
 AXES = ("tp", "pp", "cp")
 
@@ -27,7 +27,7 @@ def audit(
     source: ConfigSource,
     overrides: Overrides = None,
     hardware: Annotated[
-        str | None, Option("--hardware", help="trn1, trn2 or trn3. Default: the file's hardware key, otherwise trn1.")
+        str | None, Option(help="trn1, trn2 or trn3. Default: the file's hardware key, otherwise trn1.")
     ] = None,
     smoke: Smoke = False,
     workers: Workers = None,

@@ -8,6 +8,7 @@ from typer import Argument, Option, Typer
 
 from trainyard import devices
 from trainyard.cli.console import ProgressDisplay
+from trainyard.core.constants import GIB, MIB
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.devices.neuron import compile_cache
@@ -21,7 +22,6 @@ app = Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-GIB, MIB = 2**30, 2**20
 VERIFY_QUIET_S = 2.0
 """Seconds before `cache verify` reports progress."""
 
@@ -115,10 +115,10 @@ def clean(
     device: DeviceOption = "auto",
     others: Annotated[bool, Option("--others", help="Remove only the code of other toolchains.")] = False,
     to: Annotated[
-        float | None, Option("--to", min=0, metavar="GIB", help="Remove the least recently used code until GIB remain.")
+        float | None, Option(min=0, metavar="GIB", help="Remove the least recently used code until GIB remain.")
     ] = None,
     neuron: Annotated[
-        Path | None, Option("--neuron", metavar="DIR", help="Remove the graphs of this neuronx-cc cache instead.")
+        Path | None, Option(metavar="DIR", help="Remove the graphs of this neuronx-cc cache instead.")
     ] = None,
     force: Annotated[bool, Option("--force", help="Also remove directories in which a compiler runs.")] = False,
 ) -> None:
@@ -167,9 +167,7 @@ def _clean_neuron_cache(root: Path, force: bool) -> None:
 def clear_locks(
     device: DeviceOption = "auto",
     neuron: NeuronOption = None,
-    minutes: Annotated[
-        float, Option("--minutes", min=0, help="Minimum age of a neuronx-cc lock; another host may hold it.")
-    ] = 60,
+    minutes: Annotated[float, Option(min=0, help="Minimum age of a neuronx-cc lock; another host may hold it.")] = 60,
 ) -> None:
     """Remove locks that no process holds.
 
@@ -193,9 +191,7 @@ def clear_locks(
 @app.command("pack")
 def pack(
     target: Annotated[Path, Argument(metavar="FILE.tar", help="New archive file.")],
-    run: Annotated[
-        str | None, Option("--run", help="Pack only the code of this precompiled run (its log.name).")
-    ] = None,
+    run: Annotated[str | None, Option(help="Pack only the code of this precompiled run (its log.name).")] = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Write compiled code to one archive that other nodes can unpack.

@@ -27,8 +27,8 @@ from trainyard.checkpoint.formats.hf import stored_tensors
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_new_target, local_source, local_target
-from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
+from trainyard.cli.options import HfConfig, SourceLayout
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.core.quantities import counted, size_text
 from trainyard.families.hf_config import from_hf
@@ -42,30 +42,21 @@ UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")
 def convert(
     source: Annotated[str, Argument(metavar="SRC", help="Checkpoint, a path or URL; its format is detected.")],
     target: Annotated[str, Argument(metavar="DST", help="New output directory, a path or URL.")],
-    to: Annotated[TargetFormat, Option("--to", help="Output format.")] = "hf",
+    to: Annotated[TargetFormat, Option(help="Output format.")] = "hf",
     layout: Annotated[
-        str, Option("--layout", metavar="KEY=VALUE,...", help="nxd, native, dcp: output layout, such as tp=8,pp=4.")
+        str, Option(metavar="KEY=VALUE,...", help="nxd, native, dcp: output layout, such as tp=8,pp=4.")
     ] = "",
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: that of the source.")
-    ] = None,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, Option(help="Default: that of the source.")] = None,
     xser: Annotated[bool, Option("--xser", help="nxd: one file per tensor.")] = False,
-    config: Annotated[
-        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
-    ] = None,
-    source_layout: Annotated[
-        str,
-        Option(
-            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."
-        ),
-    ] = "",
+    config: HfConfig = None,
+    source_layout: SourceLayout = "",
     weights_only: Annotated[bool, Option("--weights-only", help="native: omit the optimizer state.")] = False,
     check: Annotated[
         bool, Option("--check", help="Run both models, and load the result's config.json with transformers.")
     ] = False,
     check_bits: Annotated[bool, Option("--check-bits", help="Compare every weight bit for bit afterwards.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything and print what would be written.")] = False,
-) -> int:
+) -> None:
     """Convert a checkpoint to Hugging Face, NxD, DCP or native format, at any layout, one tensor at a time.
 
     Reads native checkpoints and run directories; Hugging Face directories (safetensors, .bin, sharded or not); NxD and
@@ -104,7 +95,7 @@ def convert(
             print(f"note: {note}")
         if dry_run:
             print_plan(opened, source, target, spec)
-            return 0
+            return
         directory = stack.enter_context(local_target(target, upload.update))
         run_conversion(opened, path, directory, spec, (source, target), config)
         if check or check_bits:
@@ -118,7 +109,6 @@ def convert(
                 check_equal_bits(opened, converted, target, spec)
     if is_url(target):
         print(f"{target}: uploaded")
-    return 0
 
 
 def print_source(opened: OpenedCheckpoint, source: str, spec: ConversionTarget) -> None:
@@ -152,9 +142,21 @@ def run_conversion(
     the config.json next to which the tokenizer may be."""
     source_label, target_label = labels or (str(source), str(target))
     print_source(opened, source_label, spec)
-    total, done, start = total_bytes(opened, spec), 0, time.monotonic()
+    start = time.monotonic()
+    with interrupt_on_terminate():
+        done = convert_with_progress(opened, source, target, spec, config)
+    seconds = max(time.monotonic() - start, 1e-9)
+    print(f"{target_label}: {size_text(done)} in {seconds:.1f} s ({size_text(done / seconds)}/s)")
+
+
+def convert_with_progress(
+    opened: OpenedCheckpoint, source: str | Path, target: Path, spec: ConversionTarget, config: Path | None = None
+) -> int:
+    """Convert with a progress bar, if the disk has room. Returns the bytes written."""
+    total, done = total_bytes(opened, spec), 0
     lock = Lock()  # several threads write files
-    with ProgressDisplay("convert") as progress, interrupt_on_terminate():
+    check_space(target, total)
+    with ProgressDisplay("convert") as progress:
 
         def on_bytes(count: int) -> None:
             nonlocal done
@@ -162,10 +164,8 @@ def run_conversion(
                 done += count
                 progress.update(done, total)
 
-        check_space(target, total)
         convert_checkpoint(opened, Path(source), target, spec, on_bytes, config)
-    seconds = max(time.monotonic() - start, 1e-9)
-    print(f"{target_label}: {size_text(done)} in {seconds:.1f} s ({size_text(done / seconds)}/s)")
+    return done
 
 
 def check_logits(opened: OpenedCheckpoint, converted: OpenedCheckpoint, target: str, spec: ConversionTarget) -> None:

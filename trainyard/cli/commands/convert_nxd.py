@@ -17,9 +17,7 @@ from trainyard.checkpoint.io.torch_writer import TorchFileWriter
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_links
 from trainyard.cli.commands.convert import run_conversion
-from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.downloads import prefetch_weights
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate, prefetch_weights
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK
@@ -41,7 +39,7 @@ class ConverterArgumentParser(argparse.ArgumentParser):
         raise UserError(f"convert-nxd: {message} (see trainyard convert-nxd --help)")
 
 
-def convert_nxd(context: typer.Context) -> int:
+def convert_nxd(context: typer.Context) -> None:
     """Convert checkpoints with the flags of NxD's checkpoint_converter.py."""
     flags = build_parser().parse_args(context.args)
     selected = {name for name in (*DIRECTIONS, *RENAMED_DIRECTIONS) if getattr(flags, name)}
@@ -60,7 +58,7 @@ def convert_nxd(context: typer.Context) -> int:
             progress.update(0, 0)
             repack_nxd(flags.input_dir, flags.output_dir, xser=direction == "convert_to_xser")
         print(f"{flags.output_dir}: {'' if direction == 'convert_to_xser' else 'no '}xser")
-        return 0
+        return
     model = from_hf(flags.config) if flags.config else None
     if model and flags.n_layers and flags.n_layers != model.layers:
         raise UserError(f"--n_layers {flags.n_layers}: {flags.config} has {model.layers} layers")
@@ -78,7 +76,6 @@ def convert_nxd(context: typer.Context) -> int:
         for note in opened.notes:
             print(f"note: {note}")
         _write_full_state(opened, flags.output_dir)
-    return 0
 
 
 def build_parser() -> ConverterArgumentParser:

@@ -9,8 +9,8 @@ from typing import Annotated
 from rich.console import Console
 from typer import Option
 
+from trainyard.cli.console import StageDisplay
 from trainyard.cli.options import AsJson
-from trainyard.cli.stage_display import StageDisplay
 from trainyard.cluster import slurm
 from trainyard.cluster.allocation import allocated_nodes
 from trainyard.cluster.doctor.node_findings import NodeFinding, compress_hosts
@@ -24,13 +24,11 @@ MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL",
 
 
 def doctor(
-    directory: Annotated[Path, Option("--directory", help="Where runs are written (log.directory).")] = Path("runs"),
+    directory: Annotated[Path, Option(help="Where runs are written (log.directory).")] = Path("runs"),
     nodes: Annotated[
-        int | None, Option("--nodes", metavar="N", help="Check N nodes of Slurm, and the network between them.")
+        int | None, Option(metavar="N", help="Check N nodes of Slurm, and the network between them.")
     ] = None,
-    partition: Annotated[
-        str | None, Option("--partition", help="With --nodes: their partition. Unused inside an allocation.")
-    ] = None,
+    partition: Annotated[str | None, Option(help="With --nodes: their partition. Unused inside an allocation.")] = None,
     sbatch_option: Annotated[
         list[str] | None,
         Option(

@@ -4,7 +4,6 @@ import json
 import shutil
 import textwrap
 from collections import Counter
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -16,9 +15,8 @@ from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights, verify_checksums
 from trainyard.checkpoint.transfer import local_source
-from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.options import AsJson
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
+from trainyard.cli.options import AsJson, HfConfig, SourceLayout
 from trainyard.core.errors import RunStopped
 from trainyard.core.quantities import counted
 from trainyard.families.hf_config import from_hf
@@ -28,17 +26,10 @@ def inspect(
     checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Path or URL; its format is detected.")],
     tensors: Annotated[bool, Option("--tensors", help="List every tensor with its shape and dtype.")] = False,
     check: Annotated[bool, Option("--check", help="Read everything: checksums and non-finite values.")] = False,
-    config: Annotated[
-        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
-    ] = None,
-    source_layout: Annotated[
-        str,
-        Option(
-            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."
-        ),
-    ] = "",
+    config: HfConfig = None,
+    source_layout: SourceLayout = "",
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Report format, model, step, layout, dtypes and size of a checkpoint of any format that convert reads.
 
     Tensors have trainyard's names. With --check, a corrupt file or a value that is not finite ends with exit code 2 or
@@ -73,7 +64,6 @@ def inspect(
             check_values(opened, checkpoint)
             if not as_json:
                 print(f"{checkpoint}: all values are finite; {checksums}")
-    return 0
 
 
 def describe(opened: OpenedCheckpoint) -> dict[str, Any]:

@@ -28,19 +28,11 @@ def plan(
     overrides: Overrides = None,
     hardware: Annotated[
         str | None,
-        Option(
-            "--hardware",
-            metavar="NAME:COUNT",
-            help="Such as h200:8. Default: that of the file or the run, otherwise this CPU.",
-        ),
+        Option(metavar="NAME:COUNT", help="Such as h200:8. Default: that of the file or the run, otherwise this CPU."),
     ] = None,
-    hardware_file: Annotated[
-        Path | None, Option("--hardware-file", metavar="YAML", help="Your own hardware and prices.")
-    ] = None,
+    hardware_file: Annotated[Path | None, Option(metavar="YAML", help="Your own hardware and prices.")] = None,
     search: Annotated[bool, Option("--search", help="Rank the layouts that fit.")] = False,
-    price: Annotated[
-        float | None, Option("--price", min=0, metavar="DOLLARS", help="Per instance (8 GPUs) and hour.")
-    ] = None,
+    price: Annotated[float | None, Option(min=0, metavar="DOLLARS", help="Per instance (8 GPUs) and hour.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Predict memory, speed and cost of a run, also for hardware you do not have.

@@ -8,10 +8,9 @@ from rich.console import Console
 from typer import Option
 
 from trainyard import devices
-from trainyard.cli.console import print_line
+from trainyard.cli.console import interrupt_on_terminate, print_line
 from trainyard.cli.options import ConfigSource, Overrides, Smoke, check_workers
 from trainyard.cli.run_config import load_run_config
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import parse
 from trainyard.devices.neuron import parallel_compile
 from trainyard.launch.launcher import threads_per_rank
@@ -44,15 +43,12 @@ def precompile(
     source: ConfigSource,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    nproc: Annotated[int | None, Option("--nproc", min=1, help="Ranks per machine, as for train.")] = None,
+    nproc: Annotated[int | None, Option(min=1, help="Ranks per machine, as for train.")] = None,
     ranks: Annotated[
-        int | None, Option("--ranks", min=1, help="Total ranks. Default: --nproc, or layout.ranks of the file.")
+        int | None, Option(min=1, help="Total ranks. Default: --nproc, or layout.ranks of the file.")
     ] = None,
     workers: Annotated[
-        int | None,
-        Option(
-            "--workers", min=1, callback=check_workers, help="Graphs to compile in parallel. Default: one per core."
-        ),
+        int | None, Option(min=1, callback=check_workers, help="Graphs to compile in parallel. Default: one per core.")
     ] = None,
 ) -> int:
     """Compile all graphs of a run ahead of time, for any number of ranks, without their memory.

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from trainyard import devices
 from trainyard.cli.console import print_line
-from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke, complete_source
+from trainyard.cli.options import CONFIG_SOURCE_HELP, Nproc, Overrides, Smoke, complete_source
+from trainyard.cli.ranks import check_nproc, launch_ranks
 from trainyard.cli.run_config import load_run_config
 from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.core.errors import RunStopped, UserError
@@ -18,7 +19,6 @@ from trainyard.core.quantities import counted
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World, host_name
 from trainyard.launch.heartbeat import heartbeat_from_environment
-from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 
 if TYPE_CHECKING:  # imports torch; `train --help` and mistakes in a file do not wait for it
@@ -30,21 +30,21 @@ DEFAULT_RECIPE = "tiny-llama"
 
 
 def train(
+    context: Context,
     source: Annotated[
         str, Argument(metavar="FILE|RECIPE|RUN", help=CONFIG_SOURCE_HELP, autocompletion=complete_source)
     ] = DEFAULT_RECIPE,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks to start on this host, one process each.")] = 1,
+    nproc: Nproc = 1,
     continue_run: Annotated[
         bool, Option("--continue", help="Train in the directory RUN itself, from its latest checkpoint.")
     ] = False,
     logs: Annotated[
-        Path | None, Option("--logs", metavar="DIR", help="With --nproc: keep the logs of all ranks in DIR/HOST.")
+        Path | None, Option(metavar="DIR", help="With --nproc: keep the logs of all ranks in DIR/HOST.")
     ] = None,
     hang_timeout: Annotated[
-        float,
-        Option("--hang-timeout", min=0, help="With --nproc: end a run that makes no step for N seconds; 0: never."),
+        float, Option(min=0, help="With --nproc: end a run that makes no step for N seconds; 0: never.")
     ] = 0,
 ) -> int:
     """Train a model. Without arguments: a small Llama on built-in text.
@@ -70,11 +70,7 @@ def train(
         source, override_list = DEFAULT_RECIPE, [source, *override_list]
     run_directory = find_run_directory(source) if continue_run else None
     world = World.from_environment()
-    if nproc > 1 and world.local_size > 1:
-        raise UserError(
-            f"--nproc {nproc}: this process is one of {world.local_size} ranks on this host already; start one process "
-            f"per host (srun --ntasks-per-node 1), or one per rank without --nproc (srun --ntasks-per-node {nproc})"
-        )
+    check_nproc(nproc, world)
     prints = world.rank == 0 and nproc == 1  # exactly one process of the run prints notes
     ranks = world.size * nproc
     config = load_run_config(source, override_list, smoke, ranks, None if prints else lambda line: None)
@@ -83,18 +79,15 @@ def train(
     except UserError as error:
         raise error if smoke else UserError(f"{error}; --smoke shrinks the layout for a trial") from None
     if nproc > 1 or logs:
-        device = devices.select(config.device.name)
-        options = [*(["--smoke"] if smoke else []), *(["--continue"] if continue_run else [])]
-        host_logs = logs / host_name() if logs else None
-        arguments = ["train", source, *override_list, *options]
-        return launch(
-            arguments,
+        return launch_ranks(
+            context,
             nproc,
-            device.rank_environment(),
+            config.device.name,
             hosts=world,
-            log_directory=host_logs,
+            changes={"source": source, "overrides": override_list},
+            log_directory=logs / host_name() if logs else None,
             hang_timeout=hang_timeout,
-            recorder_environment=device.flight_recorder_environment,
+            recorder_environment=devices.select(config.device.name).flight_recorder_environment,
         )
     from trainyard.cli.heartbeat_callback import HeartbeatCallback
     from trainyard.cli.train_console import TrainConsole, log_to_console
@@ -162,16 +155,15 @@ def summary_lines(summary: "RunSummary") -> list[str]:
     if summary.evaluation:
         lines.append("  evaluation   " + ", ".join(f"{k} {v:.4f}" for k, v in summary.evaluation.items()))
     directory = summary.directory
-    config = directory / "config.yaml"
-    lines += [
-        f"  config       {config}",
-        f"  metrics      {directory / 'metrics.jsonl'}",
-        f"  events       {directory / 'events.jsonl'}",
-    ]
-    if (directory / "tensorboard").is_dir():
-        lines.append(f"  tensorboard  {directory / 'tensorboard'}   (view: trainyard board {directory})")
-    if (directory / "samples.jsonl").is_file():
-        lines.append(f"  samples      {directory / 'samples.jsonl'}")
+    for name, file, note in (
+        ("config", "config.yaml", ""),
+        ("metrics", "metrics.jsonl", ""),
+        ("events", "events.jsonl", ""),
+        ("tensorboard", "tensorboard", f"   (view: trainyard board {directory})"),
+        ("samples", "samples.jsonl", ""),
+    ):
+        if name in ("config", "metrics", "events") or (directory / file).exists():
+            lines.append(f"  {name:<12} {directory / file}{note}")
     if summary.exported_weights:
         lines.append(f"  weights      {summary.exported_weights}   (Hugging Face format, for from_pretrained)")
     if summary.last_checkpoint:

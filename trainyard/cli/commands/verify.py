@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 import torch
 from rich.console import Console
 from rich.table import Table
-from typer import Option
+from typer import Context, Option
 
 from trainyard import devices, models
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
+from trainyard.cli.ranks import launch_ranks
 from trainyard.cli.run_config import load_run_config, load_source
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
@@ -22,7 +23,6 @@ from trainyard.config.smoke import fit_to_ranks
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.world import World
-from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.preflight.verify.compare_layouts import (
@@ -47,14 +47,15 @@ BASE_OVERRIDES = [
 
 
 def verify(
+    context: Context,
     source: ConfigSource,
     overrides: Overrides = None,
     smoke: Smoke = False,
     nproc: Annotated[
-        int | None, Option("--nproc", min=2, help="Ranks. Default: enough for each axis of the layout, up to 8.")
+        int | None, Option(min=2, help="Ranks. Default: enough for each axis of the layout, up to 8.")
     ] = None,
-    steps: Annotated[int, Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
-    result: Annotated[Path | None, Option("--result", hidden=True)] = None,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps to compare.")] = 3,
+    result: Annotated[Path | None, Option(hidden=True)] = None,
 ) -> int:
     """Train a few steps on several ranks and on one rank, in fp32, and compare everything.
 
@@ -96,8 +97,7 @@ def verify(
     console.print(f"{counted(steps, 'step')} on {counted(ranks, 'rank')} ({layout.describe()}) ...", soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="trainyard-") as directory:
         path = Path(directory) / "record"
-        options = [*(["--smoke"] if smoke else []), "--steps", str(steps), "--result", str(path)]
-        if code := launch(["verify", source, *override_list, *options], ranks):
+        if code := launch_ranks(context, ranks, config.device.name, changes={"result": path}):
             return code
         record = VerifyRecord(**torch.load(path, weights_only=True))
     console.print(f"{counted(steps, 'step')} on one rank ...")

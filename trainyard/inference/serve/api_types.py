@@ -35,7 +35,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 TokenPrompts = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
-class Neutral:
+class NeutralField:
     """Type of a field that is not supported: null, or one of `values`, which ask for nothing."""
 
     def __init__(self, *values: Any) -> None:
@@ -65,7 +65,7 @@ class ApiModel(BaseModel):
 class StreamOptions(ApiModel):
     include_usage: bool = False
     """Send the number of tokens in a last chunk without choices."""
-    include_obfuscation: Annotated[Any, Neutral(False)] = None
+    include_obfuscation: Annotated[Any, NeutralField(False)] = None
 
 
 class JsonSchema(ApiModel):
@@ -112,7 +112,7 @@ class GenerationFields(ApiModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     """Extension, as in vLLM and transformers. Default: 1."""
     response_format: ResponseFormat | None = None
-    logit_bias: Annotated[Any, Neutral({})] = None
+    logit_bias: Annotated[Any, NeutralField({})] = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -144,8 +144,8 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     """Repeat the prompt before the text."""
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    suffix: Annotated[Any, Neutral()] = None
-    best_of: Annotated[Any, Neutral(1)] = None
+    suffix: Annotated[Any, NeutralField()] = None
+    best_of: Annotated[Any, NeutralField(1)] = None
 
     @property
     def prompts(self) -> list[str | list[int]]:

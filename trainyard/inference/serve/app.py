@@ -1,4 +1,4 @@
-"""The routes of the server."""
+"""The routes of the server, and the check of its token."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trainyard import __version__
+from trainyard.core.sockets import is_bearer
 from trainyard.core.web_server import MAX_BODY_BYTES, REFUSAL, CheckHost, LimitBody
-from trainyard.inference.serve.answers import AnswerFormat, ChatFormat, CompletionFormat
 from trainyard.inference.serve.api_types import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
@@ -19,7 +20,6 @@ from trainyard.inference.serve.api_types import (
 from trainyard.inference.serve.chat_types import ChatCompletionRequest, TokenizeRequest
 from trainyard.inference.serve.errors import ApiError, add_error_handlers
 from trainyard.inference.serve.generation import ChoiceDelta, Generation
-from trainyard.inference.serve.middleware import RequireToken
 from trainyard.inference.serve.response_types import (
     ChatCompletionResponse,
     CompletionResponse,
@@ -32,8 +32,9 @@ from trainyard.inference.serve.response_types import (
     TokenizeResponse,
     Usage,
 )
+from trainyard.inference.serve.responses import ChatWriter, CompletionWriter, ResponseWriter
 from trainyard.inference.serve.served_model import ServedModel
-from trainyard.inference.serve.streaming import ClientGone, EventStream, until_disconnect
+from trainyard.inference.serve.server import ClientDisconnect, EventStream, until_disconnect
 
 ERROR_DESCRIPTIONS = {
     400: "The request is not valid, or asks for something that this server does not support.",
@@ -44,6 +45,9 @@ ERROR_DESCRIPTIONS = {
     500: "The engine failed.",
     503: "The queue is full, or the server is shutting down.",
 }
+
+OPEN_PATHS = ("/health", "/metrics", "/openapi.json")
+"""What load balancers and Prometheus ask for without a token. It says nothing about what others do."""
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -68,7 +72,7 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
     app = FastAPI(title="trainyard serve", version=__version__, docs_url=None, redoc_url=None)
     app.openapi = lambda: _describe(app, token)  # type: ignore[method-assign]
     add_error_handlers(app)
-    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_middleware(LimitBody, limit=MAX_BODY_BYTES)
     if token:
         app.add_middleware(RequireToken, token=token)
@@ -122,7 +126,7 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
         texts = [prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in fields.prompts]
         echoes = [text if fields.echo else "" for text in texts for _ in range(fields.n or 1)]
         generation = Generation(model.worker, model.tokenizer, sequences, fields.stop_strings)
-        return await _answer(request, generation, CompletionFormat(model, fields, echoes), fields, prompts)
+        return await _respond(request, generation, CompletionWriter(model, fields, echoes), fields, prompts)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=GENERATION_ERRORS | STREAM)
     async def chat_completions(fields: ChatCompletionRequest, request: Request) -> Response:
@@ -134,15 +138,15 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
         sequences = model.sequences(fields, prompts, None, schema)
         stop = fields.stop_strings + model.chat_template.stop
         generation = Generation(model.worker, model.tokenizer, sequences, stop)
-        return await _answer(request, generation, ChatFormat(model, fields), fields, prompts)
+        return await _respond(request, generation, ChatWriter(model, fields), fields, prompts)
 
     return app
 
 
-async def _answer(
+async def _respond(
     request: Request,
     generation: Generation,
-    answer: AnswerFormat,
+    writer: ResponseWriter,
     fields: GenerationFields,
     prompts: list[list[int]],
 ) -> Response:
@@ -156,12 +160,12 @@ async def _answer(
         )
 
     async def events() -> AsyncIterator[str]:
-        for chunk in answer.first_chunks():
+        for chunk in writer.first_chunks():
             yield chunk.model_dump_json()
         async for delta in generation.deltas():
-            yield answer.chunk(delta).model_dump_json()
+            yield writer.chunk(delta).model_dump_json()
         if fields.include_usage:
-            yield answer.usage_chunk(usage()).model_dump_json()
+            yield writer.usage_chunk(usage()).model_dump_json()
 
     async def collect() -> list[ChoiceDelta]:
         parts: list[list[ChoiceDelta]] = [[] for _ in generation.choices]
@@ -184,11 +188,27 @@ async def _answer(
         choices = await until_disconnect(request.receive, collect())
     finally:
         generation.close()
-    return JSONResponse(answer.complete(choices, usage()).model_dump())
+    return JSONResponse(writer.complete(choices, usage()).model_dump())
 
 
-async def _on_client_gone(request: Request, error: Exception) -> Response:
+async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
+
+
+class RequireToken:
+    """Refuses requests without `Authorization: Bearer TOKEN`, except those for OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        if is_open or is_bearer(dict(scope["headers"]).get(b"authorization", b""), self.token):
+            await self.app(scope, receive, send)
+            return
+        message = "missing or wrong token; send it as Authorization: Bearer TOKEN"
+        headers = {"WWW-Authenticate": "Bearer"}
+        await ApiError(401, message, code="invalid_api_key", headers=headers).response()(scope, receive, send)
 
 
 def _describe(app: FastAPI, token: str | None) -> dict[str, Any]:

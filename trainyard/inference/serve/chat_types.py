@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from trainyard.inference.serve.api_types import ApiModel, GenerationFields, Neutral, Text, TokenCount
+from trainyard.inference.serve.api_types import ApiModel, GenerationFields, NeutralField, Text, TokenCount
 from trainyard.inference.text.tool_calls import call_schema
 
 
@@ -72,14 +72,12 @@ class ChatMessage(ApiModel):
     """Of an assistant, which then needs no content."""
     tool_call_id: Text | None = None
     """Of a tool: the call that it answers."""
-    content: Annotated[Text | Annotated[list[TextPart], Field(min_length=1)] | None, Field(validate_default=True)] = (
-        None
-    )
+    content: Annotated[Text | TextParts | None, Field(validate_default=True)] = None
     name: Text | None = None
-    refusal: Annotated[Any, Neutral()] = None
-    annotations: Annotated[Any, Neutral([])] = None
-    audio: Annotated[Any, Neutral()] = None
-    function_call: Annotated[Any, Neutral()] = None
+    refusal: Annotated[Any, NeutralField()] = None
+    annotations: Annotated[Any, NeutralField([])] = None
+    audio: Annotated[Any, NeutralField()] = None
+    function_call: Annotated[Any, NeutralField()] = None
 
     @field_validator("content")
     @classmethod
@@ -129,16 +127,16 @@ class ChatCompletionRequest(GenerationFields):
     """required, or a function: the answer is a call. Default: auto, the model decides."""
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
-    functions: Annotated[Any, Neutral([])] = None
-    function_call: Annotated[Any, Neutral("none")] = None
-    modalities: Annotated[Any, Neutral(["text"])] = None
-    audio: Annotated[Any, Neutral()] = None
-    prediction: Annotated[Any, Neutral()] = None
-    reasoning_effort: Annotated[Any, Neutral("none")] = None
-    verbosity: Annotated[Any, Neutral()] = None
-    web_search_options: Annotated[Any, Neutral()] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
-    store: Annotated[Any, Neutral(False)] = None
+    functions: Annotated[Any, NeutralField([])] = None
+    function_call: Annotated[Any, NeutralField("none")] = None
+    modalities: Annotated[Any, NeutralField(["text"])] = None
+    audio: Annotated[Any, NeutralField()] = None
+    prediction: Annotated[Any, NeutralField()] = None
+    reasoning_effort: Annotated[Any, NeutralField("none")] = None
+    verbosity: Annotated[Any, NeutralField()] = None
+    web_search_options: Annotated[Any, NeutralField()] = None
+    service_tier: Annotated[Any, NeutralField("auto", "default")] = None
+    store: Annotated[Any, NeutralField(False)] = None
     metadata: dict[str, str] | None = None
     """Ignored."""
     prompt_cache_key: str | None = None

@@ -1,6 +1,6 @@
 """Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -47,31 +47,24 @@ def _encodable(text: str) -> str:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
+    """Answer every exception of a route in the format of the API."""
+
+    def add(kind: type[Exception], describe: Callable[[Request, Any], ApiError]) -> None:
+        async def handle(request: Request, error: Exception) -> Response:
+            return describe(request, error).response()
+
+        app.add_exception_handler(kind, handle)
+
+    add(ApiError, lambda request, error: error)
+    add(RequestValidationError, lambda request, error: validation_error(error.errors()))
+    add(HTTPException, http_error)
+    # The traceback goes to the log of the server, not to the client.
+    add(Exception, lambda _, error: ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return ApiError(error.status_code, message, headers=error.headers).response()
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """The traceback goes to the log of the server, not to the client."""
-    return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error").response()
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return validation_error(error.errors()).response()
+def http_error(request: Request, error: HTTPException) -> ApiError:
+    """What starlette refuses, such as an unknown path, with the request line."""
+    return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers)
 
 
 def validation_error(found: Iterable[Any]) -> ApiError:

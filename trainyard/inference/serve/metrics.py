@@ -31,7 +31,7 @@ class Histogram:
 
 
 @dataclass
-class _Running:
+class RunningSequence:
     begin: float
     has_token: bool = False
 
@@ -44,11 +44,11 @@ class ServerMetrics:
         self.ends = Counter({"stop": 0, "length": 0, "abort": 0})
         """Sequences by the reason of their end; abort: cancelled, or failed."""
         self.time_to_first_token, self.latency = Histogram(), Histogram()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, RunningSequence] = {}
 
     def on_submit(self, request_id: int, prompt_tokens: int) -> None:
         self.prompt_tokens += prompt_tokens
-        self._running[request_id] = _Running(time.monotonic())
+        self._running[request_id] = RunningSequence(time.monotonic())
 
     def on_token(self, request_id: int, cached_tokens: int) -> None:
         self.generated_tokens += 1

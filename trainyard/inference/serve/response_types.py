@@ -1,4 +1,4 @@
-"""The answers of the API, as OpenAI's clients read them."""
+"""The responses of the API, as OpenAI's clients read them."""
 
 from typing import Any, Literal
 
@@ -67,6 +67,15 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class GenerationResponse(BaseModel):
+    """What completions, chats and their chunks begin with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
     token_logprobs: list[float]
@@ -81,13 +90,10 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None = None
 
 
-class CompletionResponse(BaseModel):
+class CompletionResponse(GenerationResponse):
     """A complete answer, or one chunk of a streamed one."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -112,7 +118,7 @@ class CalledFunction(BaseModel):
     arguments: str
 
 
-class AnswerToolCall(BaseModel):
+class ResponseToolCall(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -122,7 +128,7 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    tool_calls: list[AnswerToolCall] | None = None
+    tool_calls: list[ResponseToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -132,11 +138,8 @@ class ChatChoice(BaseModel):
     finish_reason: ChatFinishReason
 
 
-class ChatCompletionResponse(BaseModel):
-    id: str
+class ChatCompletionResponse(GenerationResponse):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -149,10 +152,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: ChatFinishReason | None = None
 
 
-class ChatCompletionChunk(BaseModel):
-    id: str
+class ChatCompletionChunk(GenerationResponse):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None

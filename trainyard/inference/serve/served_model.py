@@ -1,11 +1,11 @@
-"""The model that a server serves: prompts become sequences for the scheduler."""
+"""The model that a server serves: prompts become sequences for the scheduler, tokens become texts."""
 
 import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
@@ -14,10 +14,11 @@ from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.serve.api_types import MAX_CHOICES, GenerationFields
 from trainyard.inference.serve.chat_types import ChatMessage, TokenizeRequest
 from trainyard.inference.serve.errors import ApiError
-from trainyard.inference.serve.logprobs import TokenTexts
 from trainyard.inference.serve.worker import SchedulerWorker
-from trainyard.inference.text.chat import ChatTemplate
-from trainyard.inference.text.json_schema import SchemaCompiler
+from trainyard.inference.text.text_stream import REPLACEMENT
+
+if TYPE_CHECKING:  # tests serve without a model, and without torch
+    from trainyard.inference.load import InferenceModel
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Distance of the seeds of a request's choices: that of a later choice is nobody's first."""
@@ -27,26 +28,15 @@ SHORT_TEXT = 2000
 
 
 class ServedModel:
-    def __init__(
-        self,
-        name: str,
-        tokenizer: Tokenizer,
-        worker: SchedulerWorker,
-        max_seq_len: int,
-        chat_template: ChatTemplate,
-        end_ids: frozenset[int],
-        encode_prompt: Callable[[str], list[int]] | None = None,
-        schemas: SchemaCompiler | None = None,
-    ) -> None:
-        """`end_ids`: tokens that end a text. `encode_prompt`: adds what the model expects before every text; a chat
-        template has that itself."""
-        self.name, self.tokenizer, self.worker, self.max_seq_len = name, tokenizer, worker, max_seq_len
-        self.chat_template, self.end_ids, self._schemas = chat_template, end_ids, schemas
-        end_id = min(end_ids, default=None) if tokenizer.end_id is None else tokenizer.end_id
+    def __init__(self, name: str, model: "InferenceModel", tokenizer: Tokenizer, worker: SchedulerWorker) -> None:
+        self.name, self.tokenizer, self.worker, self.max_seq_len = name, tokenizer, worker, model.max_seq_len
+        self.chat_template, self.end_ids, self._schemas = model.chat_template, model.end_ids, model.scheduler.schemas
+        end_id = min(self.end_ids, default=None) if tokenizer.end_id is None else tokenizer.end_id
         self._document_start = [] if end_id is None else [end_id]
-        self._encode_prompt = encode_prompt or self._encode_plain
+        self._encode_prompt = model.encode_prompt
+        """Adds what the model expects before every text; a chat template has that itself."""
         self.created = int(time.time())
-        self.max_characters = max_seq_len * tokenizer.max_token_length
+        self.max_characters = self.max_seq_len * tokenizer.max_token_length
         self.token_texts = TokenTexts(tokenizer)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -173,3 +163,26 @@ class ServedModel:
             num_logprobs=fields.num_logprobs,
             json_schema=schema,
         )
+
+
+class TokenTexts:
+    """The text of single tokens, as it is inside a text: SentencePiece drops the space of a first token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode(["a"])[0].tolist()
+        self._before_text = tokenizer.decode(self._before)
+        self._texts: dict[int, str] = {}
+
+    def text(self, token: int) -> str:
+        """Text of a token; `token_id:N` for one that is only a part of a character, or nothing."""
+        if token not in self._texts:
+            text = self._tokenizer.decode([*self._before, token])
+            known = text.startswith(self._before_text)
+            text = text[len(self._before_text) :] if known else self._tokenizer.decode([token])
+            self._texts[token] = f"token_id:{token}" if not text or REPLACEMENT in text else text
+        return self._texts[token]
+
+    def utf8(self, token: int) -> list[int] | None:
+        text = self.text(token)
+        return None if text == f"token_id:{token}" else list(text.encode())

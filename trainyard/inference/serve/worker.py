@@ -28,7 +28,7 @@ Command = Request | int | None
 
 
 class StepScheduler(Protocol):
-    """What the worker needs of a scheduler: RequestScheduler has it, and LeadingScheduler."""
+    """What the worker needs of a scheduler: RequestScheduler has it, and BroadcastScheduler."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if the model cannot continue it."""
@@ -151,9 +151,7 @@ class SchedulerWorker:
 
     def fail_all(self, error: ApiError) -> None:
         """Answer all requests in flight with `error`."""
-        for subscription in set(self._subscriptions.values()):
-            subscription.put(error)
-            subscription.close()
+        self._fail(list(self._subscriptions), error)
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread. False if the engine does not return from a step in time."""

@@ -40,6 +40,11 @@ def load_model_tokenizer(model_files: Mapping[str, bytes], end_token: str | None
         return load_tokenizer(TokenizerSpec("gpt2", *files, end_token))
 
 
+def find_tokenizer(name: str | None, model_files: Mapping[str, bytes]) -> Tokenizer | None:
+    """The tokenizer that the user names, or else that of a checkpoint."""
+    return load_tokenizer(TokenizerSpec(name)) if name else load_model_tokenizer(model_files)
+
+
 def model_end_ids(model_files: Mapping[str, bytes], model: ModelConfig) -> tuple[int, ...]:
     """The tokens that end a text: eos_token_id of generation_config.json, or else of the model; empty without any."""
     ids: Any = read_json(model_files, "generation_config.json").get("eos_token_id")

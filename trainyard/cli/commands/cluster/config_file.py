@@ -41,21 +41,17 @@ ConfigFile = Annotated[Path, Argument(metavar="FILE", help="Configuration file o
 def init(
     preset: Annotated[str, Argument(metavar="PRESET", help=f"One of {', '.join(PRESETS)}.")],
     output: Annotated[Path, Option("--output", "-o", metavar="DIR", help="New directory for the files.")],
-    region: Annotated[str, Option("--region", help="AWS region.")],
-    head_subnet: Annotated[str, Option("--head-subnet", help="Subnet of the head node, which you reach with ssh.")],
-    compute_subnet: Annotated[
-        str, Option("--compute-subnet", help="Private subnet with a NAT gateway, for the other nodes.")
-    ],
-    key_name: Annotated[str, Option("--key-name", help="EC2 key pair for the head node.")],
-    bucket: Annotated[str, Option("--bucket", help="s3://bucket/prefix to which you upload the files.")],
-    nodes: Annotated[
-        int | None, Option("--nodes", min=1, help="Maximum number of nodes. Default: as in the guide.")
-    ] = None,
-    reservation: Annotated[str | None, Option("--reservation", help="EC2 capacity reservation, such as cr-01.")] = None,
+    region: Annotated[str, Option(help="AWS region.")],
+    head_subnet: Annotated[str, Option(help="Subnet of the head node, which you reach with ssh.")],
+    compute_subnet: Annotated[str, Option(help="Private subnet with a NAT gateway, for the other nodes.")],
+    key_name: Annotated[str, Option(help="EC2 key pair for the head node.")],
+    bucket: Annotated[str, Option(help="s3://bucket/prefix to which you upload the files.")],
+    nodes: Annotated[int | None, Option(min=1, help="Maximum number of nodes. Default: as in the guide.")] = None,
+    reservation: Annotated[str | None, Option(help="EC2 capacity reservation, such as cr-01.")] = None,
     capacity_block: Annotated[
-        str | None, Option("--capacity-block", help="EC2 Capacity Block, such as cr-01; --nodes is its size.")
+        str | None, Option(help="EC2 Capacity Block, such as cr-01; --nodes is its size.")
     ] = None,
-    lustre_gib: Annotated[int, Option("--lustre-gib", help="Size of the file system for data and checkpoints.")] = 4800,
+    lustre_gib: Annotated[int, Option(help="Size of the file system for data and checkpoints.")] = 4800,
 ) -> None:
     """Write the files of a cluster: bert-16 (16 x trn1.32xlarge), llama3-70b (8 x trn2.48xlarge) or llama2-7b (4 x
     trn1.32xlarge), with EFS, FSx for Lustre and EFA. Prints the commands that create it, check it and delete it.

@@ -17,7 +17,7 @@ def jobs(
         Path, Argument(metavar="RUN|DIRECTORY", help="A run directory, or one that contains several.")
     ] = Path("runs"),
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """List submitted runs: state of the job, step, loss, time left, and what happened last.
 
     Examples:
@@ -30,12 +30,10 @@ def jobs(
     states = [run_state(run, require_record(run)) for run in runs]
     if as_json:
         print(json.dumps([state._asdict() | {"directory": str(state.directory)} for state in states]))
-        return 0
-    if not states:
+    elif states:
+        print_table(states)
+    else:
         print(f"{directory}: no submitted run")
-        return 0
-    print_table(states)
-    return 0
 
 
 def print_table(states: list[RunState]) -> None:

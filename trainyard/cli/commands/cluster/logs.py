@@ -2,11 +2,11 @@
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
+from trainyard.cli.options import RunDirectory
 from trainyard.cluster.job_record import job_log
 from trainyard.cluster.jobs import require_record, run_state
 from trainyard.core.errors import UserError
@@ -16,9 +16,9 @@ STATE_POLL_S = 5.0
 
 
 def logs(
-    directory: Annotated[Path, Argument(metavar="RUN", help="Run directory.")],
+    directory: RunDirectory,
     follow: Annotated[bool, Option("-f", "--follow", help="Print new lines until the job ends.")] = False,
-) -> int:
+) -> None:
     """Print the log of a run's job. Those of the ranks of every node are in RUN/logs.
 
     Example:
@@ -42,9 +42,9 @@ def logs(
             if data:
                 continue
         if not follow:
-            return 0
+            return
         if time.monotonic() >= next_look:
             if not run_state(directory, record).active:
-                return 0
+                return
             next_look = time.monotonic() + STATE_POLL_S
         time.sleep(POLL_S)

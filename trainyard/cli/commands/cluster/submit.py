@@ -38,18 +38,18 @@ def submit(
     source: ConfigSource,
     overrides: Overrides = None,
     nodes: Annotated[
-        str, Option("--nodes", metavar="N", help="Number of nodes, or a range such as 2-4: the job uses what it gets.")
+        str, Option(metavar="N", help="Number of nodes, or a range such as 2-4: the job uses what it gets.")
     ] = "1",
     nproc: Annotated[
-        int | None, Option("--nproc", min=1, help="Ranks on each node. Default: from the file or --gpus-per-node.")
+        int | None, Option(min=1, help="Ranks on each node. Default: from the file or --gpus-per-node.")
     ] = None,
-    partition: Annotated[str | None, Option("--partition", help="Partition of the job.")] = None,
-    time: Annotated[str | None, Option("--time", help="Time limit, as for sbatch; the job is then requeued.")] = None,
-    account: Annotated[str | None, Option("--account", help="Account to charge.")] = None,
-    qos: Annotated[str | None, Option("--qos", help="Quality of service.")] = None,
-    constraint: Annotated[str | None, Option("--constraint", help="Features that the nodes must have.")] = None,
-    reservation: Annotated[str | None, Option("--reservation", help="Reservation to use.")] = None,
-    gpus_per_node: Annotated[int | None, Option("--gpus-per-node", min=1, help="GPUs of each node.")] = None,
+    partition: Annotated[str | None, Option(help="Partition of the job.")] = None,
+    time: Annotated[str | None, Option(help="Time limit, as for sbatch; the job is then requeued.")] = None,
+    account: Annotated[str | None, Option(help="Account to charge.")] = None,
+    qos: Annotated[str | None, Option(help="Quality of service.")] = None,
+    constraint: Annotated[str | None, Option(help="Features that the nodes must have.")] = None,
+    reservation: Annotated[str | None, Option(help="Reservation to use.")] = None,
+    gpus_per_node: Annotated[int | None, Option(min=1, help="GPUs of each node.")] = None,
     sbatch_option: Annotated[
         list[str] | None, Option("--sbatch", metavar="OPTION", help="Another option of sbatch; repeatable.")
     ] = None,
@@ -60,27 +60,24 @@ def submit(
         list[str] | None, Option("--module", metavar="NAME", help="Environment module to load; repeatable.")
     ] = None,
     setup: Annotated[
-        Path | None,
-        Option("--setup", metavar="FILE", help="Shell lines of your site for the scripts, such as exports."),
+        Path | None, Option(metavar="FILE", help="Shell lines of your site for the scripts, such as exports.")
     ] = None,
     container_image: ContainerImage = None,
     container_mounts: ContainerMounts = None,
     container_runtime: ContainerRuntime = None,
-    notice: Annotated[
-        int, Option("--notice", min=1, help="Seconds before the time limit at which the run saves.")
-    ] = 120,
+    notice: Annotated[int, Option(min=1, help="Seconds before the time limit at which the run saves.")] = 120,
     max_restarts: Annotated[
-        int, Option("--max-restarts", min=0, help="Failures in a row, without a new checkpoint, before giving up.")
+        int, Option(min=0, help="Failures in a row, without a new checkpoint, before giving up.")
     ] = 3,
     hang_timeout: Annotated[
-        float, Option("--hang-timeout", min=0, help="Restart a run that makes no step for this many seconds; 0: never.")
+        float, Option(min=0, help="Restart a run that makes no step for this many seconds; 0: never.")
     ] = 600,
     precompile: Annotated[
         bool, Option("--precompile/--no-precompile", help="Compile in a separate job first, if the run compiles.")
     ] = True,
     smoke: Smoke = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the batch scripts; write and submit nothing.")] = False,
-) -> int:
+) -> None:
     """Train as a Slurm job that restarts automatically: after a preemption, a time limit, or a failed rank or node.
 
     Creates the run directory with the configuration, the batch scripts and the logs of every node. On a machine without
@@ -140,10 +137,9 @@ def submit(
         print(f"{'# ' * dry_run}{used}{counted(count, 'node')}: {layout.layout} ({origin})")
     if dry_run:
         print_scripts(submission)
-        return 0
+        return
     run = submit_to_slurm(submission) if on_slurm else submit_locally(submission)
     print_submitted(run.directory, run.record.precompile_job_id, run.record.job_id, on_slurm)
-    return 0
 
 
 def print_scripts(submission: Submission) -> None:

@@ -16,9 +16,9 @@ from trainyard.cluster.supervisor import Supervisor
 
 def supervise(
     directory: Annotated[Path, Argument(metavar="RUN", help="Run directory that trainyard submit created.")],
-    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks on each node.")] = 1,
+    nproc: Annotated[int, Option(min=1, help="Ranks on each node.")] = 1,
     hang_timeout: Annotated[
-        float, Option("--hang-timeout", min=0, help="End a run that makes no step for this many seconds; 0: never.")
+        float, Option(min=0, help="End a run that makes no step for this many seconds; 0: never.")
     ] = 600,
     container_image: ContainerImage = None,
     container_mounts: ContainerMounts = None,

@@ -26,6 +26,7 @@ from trainyard.preflight.plan.search import search_layouts
 from trainyard.remote.location import is_url
 
 BASE = "tiny-llama"
+SHAPE_KEYS = ("hidden", "layers", "heads", "kv_heads", "ffn")
 SIZES: dict[str, tuple[int, int, int, int, int, int, float]] = {
     "125m": (768, 12, 12, 4, 2048, 1024, 6e-4),
     "350m": (1024, 24, 16, 8, 2816, 1024, 5e-4),
@@ -33,7 +34,7 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, float]] = {
     "8b": (4096, 32, 32, 8, 14336, 4096, 3e-4),
     "70b": (8192, 80, 64, 8, 28672, 4096, 1.5e-4),
 }
-"""Hidden size, layers, heads, KV heads, ffn, tokens per sample and learning rate of each size. From 1b on, the shapes
+"""The values of SHAPE_KEYS, tokens per sample and learning rate of each size. From 1b on, the shapes
 are those of Llama 3. The size `tiny` is that of the base."""
 SIZE_NAMES = ("tiny", *SIZES)
 STEPS, GLOBAL_BATCH = 10_000, 256
@@ -63,18 +64,14 @@ def new(
     data: Annotated[
         str | None,
         Option(
-            "--data",
             metavar="PATH",
             help="Text, JSON lines, Parquet, PREFIX of .bin and .idx, packed rows, or a glob. Default: built-in text.",
         ),
     ] = None,
     size: Annotated[
-        str | None,
-        Option("--size", metavar="SIZE", help=f"Weights of the model: {', '.join(SIZE_NAMES)}. Default: tiny."),
+        str | None, Option(metavar="SIZE", help=f"Weights of the model: {', '.join(SIZE_NAMES)}. Default: tiny.")
     ] = None,
-    hardware: Annotated[
-        str | None, Option("--hardware", metavar="NAME:COUNT", help="Such as h200:8. Default: this machine.")
-    ] = None,
+    hardware: Annotated[str | None, Option(metavar="NAME:COUNT", help="Such as h200:8. Default: this machine.")] = None,
 ) -> None:
     """Write a configuration file of about ten lines for your data, model size and hardware.
 
@@ -159,15 +156,8 @@ def make_sections(data: Sections, size: str, hardware: Hardware) -> Sections:
     model: Sections = {}
     steps, batch, every = base.train.steps, base.train.global_batch, base.evaluate.every
     if size in SIZES:
-        hidden, layers, heads, kv_heads, ffn, seq_len, lr = SIZES[size]
-        model = {
-            "vocab": base.model.vocab,
-            "hidden": hidden,
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "ffn": ffn,
-        }
+        *shape, seq_len, lr = SIZES[size]
+        model = {"vocab": base.model.vocab, **dict(zip(SHAPE_KEYS, shape, strict=True))}
         sections |= {"optimizer": {"lr": lr}, "schedule": {"warmup_steps": 200, "min_lr": round(lr / 10, 8)}}
         data = {"seq_len": seq_len, **data}
         steps, batch, every = STEPS, GLOBAL_BATCH, 500

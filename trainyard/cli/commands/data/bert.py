@@ -6,8 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
-from trainyard.cli.console import ProgressDisplay, SkipReporter
-from trainyard.cli.downloads import fetch_inputs
+from trainyard.cli.console import ProgressDisplay, SkipReporter, fetch_inputs
 from trainyard.cli.options import Inputs, Overwrite, Strict, Workers, split_keys, worker_count
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from trainyard.cli.console import ProgressDisplay, SkipReporter
-from trainyard.cli.downloads import fetch_inputs
+from trainyard.cli.console import ProgressDisplay, SkipReporter, fetch_inputs
 from trainyard.cli.options import Strict, Workers, worker_count
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from trainyard.cli.commands.data.tokenize import tokenizer_spec
-from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.console import ProgressDisplay, terminal_safe
 from trainyard.cli.options import AsJson, JsonKey, MergeFile, TokenizerName, VocabFile
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -122,8 +122,7 @@ def format_report(report: InspectReport, tokenizer: Tokenizer | None) -> list[st
 
 def quote_for_terminal(text: str) -> str:
     """Return the text in quotes on one line, with control characters escaped so that a terminal ignores them."""
-    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text.replace("\\", "\\\\"))
-    return f'"{"".join(escaped)}"'
+    return '"' + terminal_safe(text.replace("\\", "\\\\")) + '"'
 
 
 def format_fact(name: str, value: Any) -> list[str]:

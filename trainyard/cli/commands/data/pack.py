@@ -9,8 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from trainyard.cli.commands.data.tokenize import tokenizer_spec
-from trainyard.cli.console import ProgressDisplay, SkipReporter
-from trainyard.cli.downloads import fetch_inputs
+from trainyard.cli.console import ProgressDisplay, SkipReporter, fetch_inputs, interrupt_on_terminate
 from trainyard.cli.options import (
     EndOfText,
     JsonKey,
@@ -22,7 +21,6 @@ from trainyard.cli.options import (
     Workers,
     worker_count,
 )
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats import documents

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Option
 
 from trainyard.cli.commands.data.inspect import quote_for_terminal
 from trainyard.cli.console import print_line
+from trainyard.cli.options import RunDirectory
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.constants import IGNORE_INDEX
@@ -26,12 +27,12 @@ DEFAULT_SAMPLES = 8
 
 
 def show(
-    run: Annotated[Path, Argument(metavar="RUN", help="Run directory.")],
-    step: Annotated[int, Option("--step", metavar="N", help="Step whose samples to print; the first is 1.")],
+    run: RunDirectory,
+    step: Annotated[int, Option(metavar="N", help="Step whose samples to print; the first is 1.")],
     rank: Annotated[
-        int | None, Option("--rank", min=0, metavar="R", help="Only the samples of this rank. Default: all ranks.")
+        int | None, Option(min=0, metavar="R", help="Only the samples of this rank. Default: all ranks.")
     ] = None,
-    limit: Annotated[int, Option("--limit", min=1, metavar="K", help="Samples to print.")] = DEFAULT_SAMPLES,
+    limit: Annotated[int, Option(min=1, metavar="K", help="Samples to print.")] = DEFAULT_SAMPLES,
 ) -> None:
     """Print the samples that a run trains on in one step: index, source and text.
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from trainyard.cli.console import ProgressDisplay, SkipReporter
-from trainyard.cli.downloads import fetch_inputs
+from trainyard.cli.console import ProgressDisplay, SkipReporter, fetch_inputs, interrupt_on_terminate
 from trainyard.cli.options import (
     EndOfText,
     Inputs,
@@ -20,7 +19,6 @@ from trainyard.cli.options import (
     split_keys,
     worker_count,
 )
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats import documents

@@ -2,40 +2,41 @@
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich import box
 from rich.console import Console
-from typer import Argument, Option
+from rich.table import Table
+from typer import Argument, Context, Option
 
-from trainyard import devices
 from trainyard.checkpoint.convert import parse_layout
 from trainyard.checkpoint.formats.tensor_map import WeightSource
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import local_source
-from trainyard.cli.console import ProgressDisplay, print_line
-from trainyard.cli.downloads import fetch_inputs
-from trainyard.cli.eval_console import EvalProgress, results_table, task_table
-from trainyard.cli.options import AsJson, JsonKey, TokenizerName
+from trainyard.cli.console import ProgressDisplay, fetch_inputs, interrupt_on_terminate, print_line
+from trainyard.cli.options import AsJson, HfConfig, JsonKey, Nproc, SourceLayout, TokenizerName
+from trainyard.cli.ranks import check_nproc, launch_ranks
 from trainyard.cli.run_config import load_source
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
-from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.eval_config import config_of_run, evaluation_config, keys_of_run, notes_of_run
 from trainyard.families import family_of
 from trainyard.families.hf_config import from_hf
-from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 
+HIDDEN = ("data", "bytes", "seconds")
+"""Results that are only in the JSON document, or in a column of their own."""
+INTEGERS = ("tokens", "seq_len")
 OVERRIDE = re.compile(rf"({'|'.join(Config.model_fields)})\.[\w.]+=")
 
 
 def eval(
+    context: Context,
     checkpoint: Annotated[
         str, Argument(metavar="CKPT", help="Checkpoint or run, a path or URL; its format is detected.")
     ],
@@ -47,32 +48,24 @@ def eval(
             "YAML file with data.paths. Keys to override, such as layout.tp=2.",
         ),
     ] = None,
-    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks to start on this host, one process each.")] = 1,
+    nproc: Nproc = 1,
     stride: Annotated[
-        int | None,
-        Option("--stride", min=1, help="Tokens between the starts of windows. Default: data.seq_len, no overlap."),
+        int | None, Option(min=1, help="Tokens between the starts of windows. Default: data.seq_len, no overlap.")
     ] = None,
     tokenizer: TokenizerName = None,
     json_key: JsonKey = "text",
     tasks: Annotated[
-        str | None, Option("--tasks", metavar="NAME,...", help="Tasks of lm-evaluation-harness, instead of DATA.")
+        str | None, Option(metavar="NAME,...", help="Tasks of lm-evaluation-harness, instead of DATA.")
     ] = None,
     include_path: Annotated[
-        Path | None, Option("--include-path", metavar="DIR", help="--tasks: a directory with YAML files of more tasks.")
+        Path | None, Option(metavar="DIR", help="--tasks: a directory with YAML files of more tasks.")
     ] = None,
     num_fewshot: Annotated[
-        int | None, Option("--num-fewshot", min=0, help="--tasks: examples in the prompt. Default: the task's.")
+        int | None, Option(min=0, help="--tasks: examples in the prompt. Default: the task's.")
     ] = None,
-    limit: Annotated[int | None, Option("--limit", min=1, help="--tasks: documents per task. Default: all.")] = None,
-    config: Annotated[
-        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a checkpoint without one.")
-    ] = None,
-    source_layout: Annotated[
-        str,
-        Option(
-            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."
-        ),
-    ] = "",
+    limit: Annotated[int | None, Option(min=1, help="--tasks: documents per task. Default: all.")] = None,
+    config: HfConfig = None,
+    source_layout: SourceLayout = "",
     as_json: AsJson = False,
 ) -> int:
     """Evaluate a checkpoint of any format that convert reads, without conversion, on one rank or many. Without DATA,
@@ -107,8 +100,7 @@ def eval(
     if tokenizer:
         overrides.append(f"data.tokenizer={tokenizer}")
     world = World.from_environment()
-    if nproc > 1 and world.local_size > 1:
-        raise UserError(f"--nproc {nproc}: this process is one of {world.local_size} ranks on this host already")
+    check_nproc(nproc, world)
     data = fetch_inputs(data)
     ranks, hints = world.size * nproc, parse_layout("nxd", source_layout, "--source-layout")
     with ExitStack() as stack:
@@ -121,46 +113,36 @@ def eval(
         sets = {} if data or tasks else validation_sets(checkpoint, opened.weights)
         Layout.from_config(run_config, ranks)  # report an impossible layout before any process starts
         if nproc > 1:
-            options = {"--stride": stride, "--json-key": json_key, "--tasks": tasks, "--include-path": include_path}
-            options |= {"--num-fewshot": num_fewshot, "--limit": limit, "--config": config}
-            options |= {"--source-layout": source_layout or None}
-            flags = [text for name, value in options.items() if value is not None for text in (name, str(value))]
-            flags += ["--json"] if as_json else []
-            environment = devices.select(run_config.device.name).rank_environment()
-            return launch(["eval", str(path), *data, *overrides, *flags], nproc, environment, hosts=world)
+            # The ranks read what this process has downloaded; --tokenizer is among the overrides.
+            changes = {"checkpoint": path, "arguments": [*data, *overrides], "tokenizer": None}
+            return launch_ranks(context, nproc, run_config.device.name, world, changes)
         console = Console(highlight=False, stderr=as_json, quiet=world.rank > 0)
         notes = [*opened.notes, *notes_of_run(opened.weights, run_keys, overrides)]
         print_header(console, checkpoint, opened, notes, run_config, world)
-        progress = stack.enter_context(EvalProgress(enabled=world.rank == 0))
-        stack.enter_context(distributed_shutdown())
+        progress = EvalProgress(enabled=world.rank == 0)
+        stack.callback(progress.close)
+        from trainyard.evaluate.evaluator import CheckpointSource, evaluate_data
+        from trainyard.parallel.mesh import shutdown_distributed
+
         source = CheckpointSource(path, opened, run_config, world, progress.update)
         report: dict[str, Any] = {"checkpoint": checkpoint, "format": opened.format}
         report |= {"precision": run_config.precision.kind}
         keys = {override.partition("=")[0] for override in overrides}
         named_tokenizer = run_config.data.tokenizer if "data.tokenizer" in keys else None
         if tasks:
-            from trainyard.evaluate.harness import run_tasks
+            from trainyard.evaluate.lm_eval_model import run_tasks
 
             names = tasks.split(",")
             report |= run_tasks(source, names, include_path, num_fewshot, limit, named_tokenizer)
         else:
-            from trainyard.evaluate.evaluate_data import evaluate_data
-
             reading = (named_tokenizer, stride, json_key, "data.seq_len" in keys)
             report |= {"stride": stride, "results": evaluate_data(source, sets or data, *reading)}
-    if world.rank == 0:
-        table = task_table(report["results"]) if tasks else results_table(report["results"])
-        print_results(console, report, table, as_json)
+        shutdown_distributed()  # not after an error: other ranks may wait in the groups
+    if world.rank == 0 and as_json:
+        print(json.dumps(report, default=str))
+    elif world.rank == 0:
+        console.print(task_table(report["results"]) if tasks else results_table(report["results"]))
     return 0
-
-
-@contextmanager
-def distributed_shutdown() -> Iterator[None]:
-    """Destroy the process groups after the block, if it succeeds: otherwise other ranks may wait in them."""
-    from trainyard.parallel.mesh import shutdown_distributed
-
-    yield
-    shutdown_distributed()
 
 
 def data_paths(argument: str) -> tuple[str, ...]:
@@ -196,8 +178,54 @@ def print_header(
     print_line(console, f"{name}: {FORMAT_DESCRIPTIONS[opened.format]}, {weights}; {config.precision.kind}{ranks}")
 
 
-def print_results(console: Console, report: dict[str, Any], table: Any, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report, default=str))
-    else:
-        console.print(table)
+class EvalProgress:
+    """A progress bar for each phase: reading tensors, then the batches of each data set."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.display: ProgressDisplay | None = None
+
+    def update(self, label: str, done: int, total: int) -> None:
+        if not self.enabled:
+            return
+        if self.display is None or self.display.label != label:
+            self.close()
+            self.display = ProgressDisplay(label, items=True)
+        self.display.update(done, total)
+        if done == total:
+            self.close()
+
+    def close(self) -> None:
+        if self.display:
+            self.display.__exit__()
+        self.display = None
+
+
+def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per data set. Columns are those that any data set has."""
+    columns = list(dict.fromkeys(name for result in results for name in result if name not in HIDDEN))
+    table = Table("data", box=box.SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right")
+    for result in results:
+        table.add_row(result["data"], *(_cell(name, result.get(name)) for name in columns))
+    return table
+
+
+def task_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row per task and metric of lm-evaluation-harness."""
+    table = Table("task", "metric", box=box.SIMPLE_HEAD)
+    for name in ("value", "stderr"):
+        table.add_column(name, justify="right")
+    for task, metrics in results.items():
+        for metric, value in metrics.items():
+            if isinstance(value, float) and "_stderr" not in metric:
+                error = metrics.get(metric.replace(",", "_stderr,"))
+                table.add_row(task, metric.removesuffix(",none"), f"{value:.4f}", _cell("stderr", error))
+    return table
+
+
+def _cell(name: str, value: Any) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value:,}" if name in INTEGERS else f"{value:.6f}" if name == "loss" else f"{value:.4f}"

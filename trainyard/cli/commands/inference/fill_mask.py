@@ -7,20 +7,19 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from trainyard.cli.commands.inference.generate import CheckpointArgument, DeviceName
-from trainyard.cli.downloads import prefetch_weights
-from trainyard.cli.options import AsJson, TokenizerName
+from trainyard.cli.console import prefetch_weights
+from trainyard.cli.options import AsJson, CheckpointSource, DeviceName, TokenizerName
 from trainyard.core.world import ONE_RANK
 
 
 def fill_mask(
-    source: CheckpointArgument,
+    source: CheckpointSource,
     texts: Annotated[list[str], Argument(metavar="TEXT...", help="Text with [MASK], one or several times.")],
-    top: Annotated[int, Option("--top", min=1, help="Candidates to print for each mask.")] = 5,
+    top: Annotated[int, Option(min=1, help="Candidates to print for each mask.")] = 5,
     device: DeviceName = "auto",
     tokenizer: TokenizerName = None,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Print the most likely tokens for each [MASK] of a text, with a BERT model of any checkpoint format.
 
     Example:
@@ -39,7 +38,7 @@ def fill_mask(
             for text, masks in results
         ]
         print(json.dumps(entries, ensure_ascii=False, indent=1))
-        return 0
+        return
     console = Console(highlight=False)
     for text, masks in results:
         console.print(text, markup=False)
@@ -50,4 +49,3 @@ def fill_mask(
             for candidate in mask:
                 table.add_row(str(number), candidate.text, f"{candidate.probability:.4f}")
         console.print(table)
-    return 0

@@ -5,66 +5,58 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Context, Option
 
-from trainyard.cli.console import print_line, terminal_safe
-from trainyard.cli.downloads import prefetch_weights
-from trainyard.cli.options import AsJson, TokenizerName
+from trainyard.cli.console import prefetch_weights, print_line, terminal_safe
+from trainyard.cli.options import (
+    AsJson,
+    CheckpointSource,
+    DeviceName,
+    Fp8Weights,
+    InferenceDtype,
+    MaxSeqLen,
+    TensorParallel,
+    TokenizerName,
+)
+from trainyard.cli.ranks import launch_tensor_parallel, starts_tensor_parallel
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.world import World
-from trainyard.launch.launcher import launch
 
 if TYPE_CHECKING:  # imports torch; `generate --help` does not wait for it
     from trainyard.inference.generate import Completion, Prompt
     from trainyard.inference.load import InferenceModel
 
-CheckpointArgument = Annotated[
-    str, Argument(metavar="CKPT", help="Run directory, or a checkpoint of any format: a path, URL or OWNER/NAME.")
-]
-InferenceDtype = Annotated[
-    Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: bf16 on accelerators, fp32 on the CPU.")
-]
-MaxSeqLen = Annotated[
-    int | None, Option("--max-seq-len", min=2, help="Longest prompt plus new tokens. Default: the model's limit.")
-]
-Fp8Weights = Annotated[
-    bool, Option("--fp8-weights", help="Keep weight matrices in fp8: half the memory, results differ slightly.")
-]
-TensorParallel = Annotated[int, Option("--tp", min=1, help="Ranks that share the model (tensor parallelism).")]
-DeviceName = Annotated[str, Option("--device", help="auto, cpu, cuda or neuron.")]
-
 
 def generate(
-    source: CheckpointArgument,
+    context: Context,
+    source: CheckpointSource,
     prompt: Annotated[list[str] | None, Option("--prompt", "-p", help="Text to continue; repeatable.")] = None,
     batch: Annotated[
         Path | None,
         Option(
-            "--batch",
             metavar="FILE",
             help="A prompt per line: text, or JSON with prompt, tokens or messages; - reads standard input.",
         ),
     ] = None,
     chat: Annotated[bool, Option("--chat", help="Talk to the model; with --prompt, ask each as a user.")] = False,
-    system: Annotated[str, Option("--system", help="With --chat: the system message.")] = "",
+    system: Annotated[str, Option(help="With --chat: the system message.")] = "",
     max_new_tokens: Annotated[
         int, Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens to generate.")
     ] = 128,
-    temperature: Annotated[float, Option("--temperature", min=0, help="0: always the most likely token.")] = 0.0,
+    temperature: Annotated[float, Option(min=0, help="0: always the most likely token.")] = 0.0,
     top_p: Annotated[
-        float,
-        Option("--top-p", min=0, max=1, help="Sample among the most likely tokens whose probabilities sum to this."),
+        float, Option(min=0, max=1, help="Sample among the most likely tokens whose probabilities sum to this.")
     ] = 1.0,
-    top_k: Annotated[int, Option("--top-k", min=0, help="Sample among the K most likely tokens; 0: all.")] = 0,
-    seed: Annotated[int, Option("--seed", help="The same seed, prompt and options give the same text.")] = 0,
-    stop: Annotated[list[str] | None, Option("--stop", help="Text that ends a completion; repeatable.")] = None,
+    top_k: Annotated[int, Option(min=0, help="Sample among the K most likely tokens; 0: all.")] = 0,
+    seed: Annotated[int, Option(help="The same seed, prompt and options give the same text.")] = 0,
+    stop: Annotated[list[str] | None, Option(help="Text that ends a completion; repeatable.")] = None,
     ignore_end: Annotated[bool, Option("--ignore-end", help="Continue after the end-of-text token.")] = False,
     tp: TensorParallel = 1,
-    max_batch: Annotated[int, Option("--max-batch", min=1, help="Maximum number of prompts per batch.")] = 8,
+    max_batch: Annotated[int, Option(min=1, help="Maximum number of prompts per batch.")] = 8,
     max_seq_len: MaxSeqLen = None,
     device: DeviceName = "auto",
     dtype: InferenceDtype = None,
@@ -98,18 +90,12 @@ def generate(
     if batch and prompt:
         raise UserError("--batch: not together with --prompt")
     prefetch_weights(source, world)
-    if tp > 1 and world.size == 1:
+    if starts_tensor_parallel(tp, world):
         if chat and not prompt:
             raise UserError("--chat needs --prompt if --tp is larger than 1: ranks have no terminal")
         if batch and str(batch) == "-":
             raise UserError("--batch -: not with --tp; write the prompts to a file")
-        from trainyard import devices
-        from trainyard.inference.load import check_tensor_parallel
-
-        check_tensor_parallel(source, tp)
-        return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
-    if world.size != tp:
-        raise UserError(f"--tp {tp}: this run has {counted(world.size, 'rank')}")
+        return launch_tensor_parallel(context, source, tp, device, world)
     from trainyard.inference.generate import generate_texts
     from trainyard.inference.load import InferenceOptions, load_for_inference
     from trainyard.inference.requests import SamplingOptions
@@ -125,7 +111,8 @@ def generate(
     ends = frozenset() if ignore_end else model.end_ids
     sampling = SamplingOptions(temperature, top_p, top_k, seed, max_new_tokens=max_new_tokens, end_ids=ends)
     if chat and not prompt and not batch:
-        return _talk(model, sampling, tuple(stop or ()) + model.chat_template.stop, system, console)
+        _talk(model, sampling, tuple(stop or ()) + model.chat_template.stop, system, console)
+        return 0
     stops = tuple(stop or ()) + (model.chat_template.stop if chat else ())
     prompts = [_make_prompt(model, text, index, chat, system) for index, text in enumerate(texts)]
     begin, tokens = time.monotonic(), 0
@@ -221,7 +208,7 @@ def _print_completion(completion: "Completion", as_json: bool, streams: bool, ch
         print(_safe(completion.text if chat else completion.prompt.text + completion.text), end="\n\n", flush=True)
 
 
-def _talk(model: "InferenceModel", sampling: Any, stop: tuple[str, ...], system: str, console: Console) -> int:
+def _talk(model: "InferenceModel", sampling: Any, stop: tuple[str, ...], system: str, console: Console) -> None:
     """Read messages from the terminal until the end of the input, and answer each."""
     from trainyard.inference.generate import Prompt, generate_texts
 
@@ -232,7 +219,6 @@ def _talk(model: "InferenceModel", sampling: Any, stop: tuple[str, ...], system:
         (answer,) = generate_texts(model, [prompt], sampling, stop, _print_now)
         print()
         messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer.text}]
-    return 0
 
 
 def _lines() -> Iterator[str]:

@@ -1,27 +1,26 @@
 """`trainyard serve`: answer OpenAI's API with a checkpoint, to look at a model while it trains."""
 
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Context, Option
 
-from trainyard.cli.commands.inference.generate import (
-    CheckpointArgument,
+from trainyard.cli.console import interrupt_on_terminate, prefetch_weights
+from trainyard.cli.options import (
+    CheckpointSource,
     DeviceName,
     Fp8Weights,
+    Host,
     InferenceDtype,
     MaxSeqLen,
+    Port,
     TensorParallel,
+    TokenizerName,
 )
-from trainyard.cli.downloads import prefetch_weights
-from trainyard.cli.options import TokenizerName
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.ranks import launch_tensor_parallel, starts_tensor_parallel
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.core.quantities import counted
 from trainyard.core.world import World
-from trainyard.launch.launcher import launch
 
 if TYPE_CHECKING:  # imports torch; `serve --help` does not wait for it
     from trainyard.inference.load import InferenceModel, InferenceOptions
@@ -34,19 +33,17 @@ PENDING_PER_SLOT = 4
 
 
 def serve(
-    source: CheckpointArgument,
-    host: Annotated[
-        str, Option("--host", help="Address to listen on. Any address but loopback needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    context: Context,
+    source: CheckpointSource,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     model_name: Annotated[
-        str | None, Option("--model-name", metavar="NAME", help="Name in the API. Default: that of the directory.")
+        str | None, Option(metavar="NAME", help="Name in the API. Default: that of the directory.")
     ] = None,
     token_file: Annotated[
-        Path | None,
-        Option("--token-file", metavar="FILE", help=f"File with the bearer token. Default: ${TOKEN_VARIABLE}, if set."),
+        Path | None, Option(metavar="FILE", help=f"File with the bearer token. Default: ${TOKEN_VARIABLE}, if set.")
     ] = None,
-    max_batch: Annotated[int, Option("--max-batch", min=1, help="Maximum number of sequences per batch.")] = 64,
+    max_batch: Annotated[int, Option(min=1, help="Maximum number of sequences per batch.")] = 64,
     max_seq_len: MaxSeqLen = None,
     tp: TensorParallel = 1,
     device: DeviceName = "auto",
@@ -77,18 +74,15 @@ def serve(
     world = World.from_environment()
     prefetch_weights(source, world)
     with interrupt_on_terminate(), bind_socket(host, port if world.rank == 0 else 0) as bound:
-        from trainyard import devices
-        from trainyard.inference.load import InferenceOptions, check_tensor_parallel
-
-        if tp > 1 and world.size == 1:
+        if starts_tensor_parallel(tp, world):
             bound.close()  # the first rank binds it again
-            check_tensor_parallel(source, tp)
-            return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
-        if world.size != tp:
-            raise UserError(f"--tp {tp}: this run has {counted(world.size, 'rank')}")
+            return launch_tensor_parallel(context, source, tp, device, world)
+        from trainyard.inference.load import InferenceOptions
+
         options = InferenceOptions(device, dtype, max_batch, max_seq_len, fp8_weights=fp8_weights, shares_prefixes=True)
         if world.rank > 0:
-            return follow_first_rank(source, options, tokenizer, world)
+            follow_first_rank(source, options, tokenizer, world)
+            return 0
         model = load_model(source, model_name, options, tokenizer, world)
         ready = f"serving {model.name} at {base_url(bound, '/v1')}"
         server = ModelServer(create_app(model, token, host), model.worker, lambda: print(ready, flush=True))
@@ -107,16 +101,8 @@ def load_model(
     loaded = load_for_inference(source, options, tokenizer, world)
     if loaded.tokenizer is None:
         raise UserError(f"{source}: has no tokenizer; give --tokenizer")
-    return ServedModel(
-        name or Path(source).resolve().name,
-        loaded.tokenizer,
-        create_worker(loaded, PENDING_PER_SLOT * options.max_batch, world),
-        loaded.max_seq_len,
-        loaded.chat_template,
-        loaded.end_ids,
-        loaded.encode_prompt,
-        loaded.scheduler.schemas,
-    )
+    worker = create_worker(loaded, PENDING_PER_SLOT * options.max_batch, world)
+    return ServedModel(name or Path(source).resolve().name, loaded, loaded.tokenizer, worker)
 
 
 def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "SchedulerWorker":
@@ -125,10 +111,10 @@ def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "
 
     if world.size == 1:
         return SchedulerWorker(loaded.scheduler, max_pending)
-    from trainyard.inference.leading_scheduler import LeadingScheduler
+    from trainyard.inference.broadcast_scheduler import BroadcastScheduler
     from trainyard.parallel.mesh import shutdown_distributed
 
-    leader = LeadingScheduler(loaded.scheduler, loaded.mesh.store)
+    leader = BroadcastScheduler(loaded.scheduler, loaded.mesh.store)
 
     def close() -> None:
         leader.close()
@@ -138,10 +124,10 @@ def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "
     return SchedulerWorker(leader, max_pending, max_faults=1, close=close)
 
 
-def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str | None, world: World) -> int:
+def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str | None, world: World) -> None:
     """Compute what the first rank computes, until it closes. The launcher sends signals to all ranks; the first one
     decides when they end."""
-    from trainyard.inference.leading_scheduler import follow
+    from trainyard.inference.broadcast_scheduler import follow
     from trainyard.inference.load import load_for_inference
     from trainyard.parallel.mesh import shutdown_distributed
 
@@ -150,4 +136,3 @@ def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str |
     loaded = load_for_inference(source, options, tokenizer, world)
     follow(loaded.scheduler, loaded.mesh.store)
     shutdown_distributed()
-    return 0

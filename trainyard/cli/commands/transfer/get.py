@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 
@@ -30,18 +29,16 @@ def get(
     ] = None,
     list_names: Annotated[bool, Option("--list", help="List the data sets that have a NAME.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print files and sizes; download nothing.")] = False,
-    sha256: Annotated[str | None, Option("--sha256", metavar="HEX", help="SHA-256 that the file must have.")] = None,
+    sha256: Annotated[str | None, Option(metavar="HEX", help="SHA-256 that the file must have.")] = None,
     unpack: Annotated[bool, Option("--unpack", help="Unpack a .tar, .tar.gz or .zip into DEST.")] = False,
-    max_size: Annotated[str, Option("--max-size", metavar="SIZE", help="Maximum size of the unpacked archive.")] = "1T",
-    include: Annotated[
-        list[str] | None, Option("--include", metavar="GLOB", help="Only files that match; repeatable.")
-    ] = None,
+    max_size: Annotated[str, Option(metavar="SIZE", help="Maximum size of the unpacked archive.")] = "1T",
+    include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only files that match; repeatable.")] = None,
     all_files: Annotated[
         bool, Option("--all", help="All files of a model; default: configuration, tokenizer, safetensors.")
     ] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace DEST if it exists.")] = False,
-    streams: Annotated[int, Option("--streams", min=1, max=64, help="Number of parallel transfers.")] = 8,
-) -> int:
+    streams: Annotated[int, Option(min=1, max=64, help="Number of parallel transfers.")] = 8,
+) -> None:
     """Download a model, a data set or a file, in parallel, checked and resumable.
 
     DEST appears when everything is complete and checked: its size, and its hash if the source has one (LFS files of the
@@ -70,12 +67,12 @@ def get(
 
     if list_names:
         print_datasets()
-        return 0
+        return
     if source is None:
         raise UserError("get: give a SOURCE, or --list")
     if source in SAMPLES:
         write_sample(SAMPLES[source], destination, dry_run, overwrite)
-        return 0
+        return
     dataset = DATASETS.get(source)
     options = GetOptions(
         sha256, unpack or bool(dataset and dataset.unpack), parse_size(max_size), all_files, tuple(include or ())
@@ -89,7 +86,7 @@ def get(
             for file in listing.files:
                 print(f"{_size_text(file.size):>12}  {file.name}")
             print(f"{_size_text(listing.size):>12}  in {counted(len(listing.files), 'file')}; nothing is downloaded")
-            return 0
+            return
         target = choose_target(listing, destination or (dataset.name if dataset else None), options)
         if os.path.lexists(target) and not overwrite and not (target.is_dir() and not any(target.iterdir())):
             if options.unpack:
@@ -99,7 +96,7 @@ def get(
                 f"{_short(target)}: complete already, {_size_text(listing.size)} in "
                 f"{counted(len(listing.files), 'file')}"
             )
-            return 0
+            return
         start = time.monotonic()
         with ProgressDisplay("download") as progress:
             count = run_get(sources, listing, target, options, progress.update, streams)
@@ -109,7 +106,6 @@ def get(
     if dataset:
         print(f"license: {dataset.license}")
         print(f"next: {dataset.next_command.format(dest=destination or dataset.name)}")
-    return 0
 
 
 def write_sample(sample: "Sample", destination: str | None, dry_run: bool, overwrite: bool) -> None:

@@ -9,21 +9,21 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from trainyard import models
-from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, total_bytes
+from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights, verify_checksums
 from trainyard.checkpoint.store_upload import files_to_upload, upload_files
 from trainyard.checkpoint.transfer import local_source
-from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.commands.convert import convert_with_progress
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
+from trainyard.cli.options import HfConfig
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 from trainyard.dashboard.model_card import MARKER, CardFacts, make_card, read_run
-from trainyard.dashboard.plan_process import compare
+from trainyard.dashboard.plan_comparison import compare
 from trainyard.families.hf_config import from_hf
 from trainyard.preflight.plan.compare_measured import ComparisonRow
-from trainyard.remote.fetch import check_space
 from trainyard.remote.hub_upload import CARD, parse_target, upload_directory
 from trainyard.remote.location import HubLocation, parse_hub_location
 
@@ -34,17 +34,15 @@ def push(
         str, Argument(metavar="DST", help="hf://OWNER/NAME[@BRANCH], or a URL such as s3://bucket/name.")
     ],
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Hub: dtype of weights. Default: as they are.")
+        Literal["fp32", "bf16", "fp16"] | None, Option(help="Hub: dtype of weights. Default: as they are.")
     ] = None,
     public: Annotated[bool, Option("--public", help="Hub: create a public repository. Default: private.")] = False,
     message: Annotated[str | None, Option("--message", "-m", help="Hub: message of the commit.")] = None,
     plan: Annotated[bool, Option("--plan/--no-plan", help="Hub: compare the plan with the run in the card.")] = True,
-    config: Annotated[
-        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
-    ] = None,
+    config: HfConfig = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Object stores: replace existing files.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the files, and the card; upload nothing.")] = False,
-) -> int:
+) -> None:
     """Upload a run or checkpoint.
 
     To the Hub, weights are converted to Hugging Face format and committed with tokenizer and model card in one commit.
@@ -66,7 +64,8 @@ def push(
     location = parse_hub_location(target)
     with interrupt_on_terminate():
         if not location:
-            return _push_to_store(Path(source).expanduser(), target, overwrite, dry_run)
+            _push_to_store(Path(source).expanduser(), target, overwrite, dry_run)
+            return
         location = parse_target(target, location)
         with ExitStack() as stack:
             download = stack.enter_context(ProgressDisplay("download"))
@@ -78,8 +77,10 @@ def push(
             if dry_run:
                 print(make_card(facts))
                 print(f"{location}: nothing is uploaded")
-                return 0
-            _convert(opened, path, directory, ConversionTarget("hf", {}, DTYPE_CHOICES[dtype] if dtype else None))
+                return
+            convert_with_progress(
+                opened, path, directory, ConversionTarget("hf", {}, DTYPE_CHOICES[dtype] if dtype else None)
+            )
             (directory / CARD).write_text(make_card(facts), encoding="utf-8")
             summary = message or (f"Step {facts.step:,} of {facts.name}" if facts.step else f"Add {facts.name}")
             start = time.monotonic()
@@ -88,7 +89,6 @@ def push(
     if not wrote_card:
         print(f"note: {location} has a {CARD} of its own, which stays")
     print(f"{location}: {size_text(size)} in {time.monotonic() - start:.1f} s; {url}")
-    return 0
 
 
 def _weights_of(source: str) -> str:
@@ -102,19 +102,6 @@ def _has_checkpoint(source: str) -> bool:
     from trainyard.checkpoint.registry import latest_checkpoint
 
     return latest_checkpoint(open_storage(source)) is not None
-
-
-def _convert(opened: OpenedCheckpoint, path: str | Path, directory: Path, spec: ConversionTarget) -> None:
-    total, done = total_bytes(opened, spec), 0
-    check_space(directory, total)
-    with ProgressDisplay("convert") as progress:
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            progress.update(done, total)
-
-        convert_checkpoint(opened, Path(path), directory, spec, on_bytes)
 
 
 def _facts(source: str, opened: OpenedCheckpoint, location: HubLocation, with_plan: bool) -> CardFacts:
@@ -139,7 +126,7 @@ def _facts(source: str, opened: OpenedCheckpoint, location: HubLocation, with_pl
     return CardFacts(location.repo.rpartition("/")[2], weights.model, count, config, step, samples, run, rows)
 
 
-def _push_to_store(source: Path, target: str, overwrite: bool, dry_run: bool) -> int:
+def _push_to_store(source: Path, target: str, overwrite: bool, dry_run: bool) -> None:
     if "://" not in target:
         raise UserError(f"{target}: expected hf://OWNER/NAME or a URL such as s3://bucket/name")
     files = files_to_upload(source)
@@ -148,10 +135,9 @@ def _push_to_store(source: Path, target: str, overwrite: bool, dry_run: bool) ->
         for name, path in files.items():
             print(f"{path.stat().st_size:>15,}  {name}")
         print(f"{target}: {counted(len(files), 'file')}, {size_text(size)}; nothing is uploaded")
-        return 0
+        return
     start = time.monotonic()
     with ProgressDisplay("upload") as progress:
         done = upload_files(files, target, overwrite, progress.update)
     seconds, count = max(time.monotonic() - start, 1e-9), counted(len(files), "file")
     print(f"{target}: {count}, {size_text(done)} in {seconds:.1f} s ({size_text(done / seconds)}/s)")
-    return 0

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import interrupt_on_terminate
 from trainyard.core.errors import UserError, one_line
 from trainyard.metrics.loggers.tensorboard_logger import DIRECTORY
 
@@ -23,10 +23,9 @@ SCAN_INTERVAL_S = 5.0
 def board(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories, or directories with runs.")],
     port: Annotated[
-        int | None,
-        Option("--port", min=0, max=65535, help=f"Port; 0: any free one. Default: {DEFAULT_PORT}, or one near it."),
+        int | None, Option(min=0, max=65535, help=f"Port; 0: any free one. Default: {DEFAULT_PORT}, or one near it.")
     ] = None,
-) -> int:
+) -> None:
     """Start TensorBoard for one or more runs on this machine. Ctrl-C ends it.
 
     Runs appear under the names of their directories. New runs in a directory with runs appear while it is open. It
@@ -49,7 +48,6 @@ def board(
                 link_logs(runs, Path(directory))
         except KeyboardInterrupt:
             print("TensorBoard ended", flush=True)
-    return 0
 
 
 def find_logs(runs: list[Path]) -> dict[str, Path]:

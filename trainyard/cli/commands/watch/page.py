@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from trainyard.cli.options import Host, Port
 from trainyard.core.errors import UserError
 
 TOKEN_VARIABLE = "TRAINYARD_PAGE_TOKEN"
@@ -16,19 +17,16 @@ def page(
     directory: Annotated[
         Path, Argument(metavar="RUNS_DIR", help="Directory of runs.", show_default=False)
     ] = DEFAULT_DIRECTORY,
-    host: Annotated[
-        str, Option("--host", help="Address to listen on. Any address but loopback needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8265,
+    host: Host = "127.0.0.1",
+    port: Port = 8265,
     token_file: Annotated[
         Path | None,
         Option(
-            "--token-file",
             metavar="FILE",
             help=f"File with the token. Default: ${TOKEN_VARIABLE}; else one is generated if others can connect.",
         ),
     ] = None,
-) -> int:
+) -> None:
     """Show runs in a browser: live curves of several runs, events, step times, plan, configuration, checkpoints.
 
     It only reads, and only below RUNS_DIR (default: runs). New runs and steps appear without a reload. Ctrl-C ends it.
@@ -43,7 +41,7 @@ def page(
     """
     from trainyard.core.sockets import base_url, bind_socket, is_loopback, read_token
     from trainyard.core.web_server import SignalServer
-    from trainyard.dashboard.app import RunPages, create_app
+    from trainyard.dashboard.app import DashboardData, create_app
 
     root = require_directory(directory)
     token = read_token(token_file, TOKEN_VARIABLE)
@@ -53,13 +51,12 @@ def page(
     else:
         query = "/"
     with bind_socket(host, port) as bound:
-        pages = RunPages(root, str(directory))
+        data = DashboardData(root, str(directory))
         ready = f"runs of {directory} at {base_url(bound, query)}"
         try:
-            SignalServer(create_app(pages, host, token), lambda: print(ready, flush=True)).run_on(bound)
+            SignalServer(create_app(data, host, token), lambda: print(ready, flush=True)).run_on(bound)
         finally:
-            pages.close()
-    return 0
+            data.close()
 
 
 def require_directory(directory: Path) -> Path:

@@ -1,15 +1,14 @@
 """`trainyard profile`: print the trace that profile.steps has written, by kind of kernel."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Option
+from typer import Option
 
 from trainyard.cli.console import print_line, terminal_safe
-from trainyard.cli.options import AsJson
+from trainyard.cli.options import AsJson, ExistingRun
 from trainyard.core.constants import MIB
 from trainyard.core.errors import UserError
 from trainyard.metrics.kernel_profile import KernelTimes, StepTrace, find_traces, kernel_kind, read_trace, time_by_kind
@@ -19,11 +18,11 @@ OTHER_COLUMNS = 48
 
 
 def profile(
-    run: Annotated[Path, Argument(metavar="RUN", help="Run directory, such as runs/my-run.")],
-    rank: Annotated[int | None, Option("--rank", min=0, help="Rank. Default: the first with a trace.")] = None,
-    top: Annotated[int, Option("--top", min=0, help="Kernels to list.")] = 10,
+    run: ExistingRun,
+    rank: Annotated[int | None, Option(min=0, help="Rank. Default: the first with a trace.")] = None,
+    top: Annotated[int, Option(min=0, help="Kernels to list.")] = 10,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Print where the time of the steps of profile.steps went: by kind of kernel, and the longest kernels.
 
     On a CPU, kernels are torch's operators, each without the operators that it calls.
@@ -34,8 +33,6 @@ def profile(
 
       trainyard profile runs/my-run
     """
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run directory")
     traces = find_traces(run)
     if not traces:
         raise UserError(f"{run}: has no profile; runs write one with profile.steps, such as profile.steps=[10,12]")
@@ -49,7 +46,6 @@ def profile(
         print(json.dumps(profile_record(selected, times)))
     else:
         print_profile(selected, times, top)
-    return 0
 
 
 def profile_record(trace: StepTrace, times: KernelTimes) -> dict[str, object]:

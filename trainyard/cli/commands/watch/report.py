@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
+from trainyard.cli.options import RunDirectory
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Annotated[Path, Argument(metavar="RUN", help="Run directory.")],
-    out: Annotated[Path | None, Option("--out", metavar="FILE", help="Default: RUN/report.html.")] = None,
-    compare: Annotated[Path | None, Option("--compare", metavar="RUN2", help="Another run, to compare with.")] = None,
+    run: RunDirectory,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Default: RUN/report.html.")] = None,
+    compare: Annotated[Path | None, Option(metavar="RUN2", help="Another run, to compare with.")] = None,
     plan: Annotated[
         bool, Option("--plan/--no-plan", help="Compare the measurements with the plan, which takes some seconds.")
     ] = True,
-) -> int:
+) -> None:
     """Write curves, events, step times, plan, configuration, checkpoints and texts of a run to one HTML file.
 
     The file needs no server and no network: send it to anybody, open it in any browser.
@@ -50,7 +51,6 @@ def report(
     except OSError as error:
         raise UserError(f"--out {target}: {error.strerror}") from None
     print(f"{target}: {target.stat().st_size / 1024:.0f} KiB")
-    return 0
 
 
 def open_run(path: Path) -> "RunDirectoryReader":

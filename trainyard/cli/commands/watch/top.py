@@ -17,7 +17,7 @@ from rich.live import Live
 from typer import Argument, Option
 
 from trainyard.cli.commands.watch.top_screen import Snapshot, plain_line, screen
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.devices.monitors import open_monitors
 from trainyard.devices.utilization import DeviceMonitor, HostMonitor
@@ -36,10 +36,10 @@ def top(
         Path | None,
         Argument(metavar="RUN", help="Run directory. Default: the one that trains in ./runs.", show_default=False),
     ] = None,
-    interval: Annotated[float, Option("--interval", min=0.2, help="Seconds between two readings.")] = 2.0,
+    interval: Annotated[float, Option(min=0.2, help="Seconds between two readings.")] = 2.0,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per interval instead of a screen.")] = False,
     once: Annotated[bool, Option("--once", help="Print one reading and exit.")] = False,
-) -> int:
+) -> None:
     """Show a run and the devices of this machine live: utilization, memory, power; step, loss, speed, time left, and
     the rank that the others wait for.
 
@@ -70,7 +70,6 @@ def top(
     finally:
         for monitor in monitors:
             monitor.close()
-    return 0
 
 
 class View:

@@ -106,11 +106,9 @@ def run_rows(run: RunStatus, width: int) -> list[RenderableType]:
 
 def speed_fields(run: RunStatus) -> list[str]:
     """Tokens per second, MFU and step time, where they are known."""
-    return [
-        *([f"{run.tokens_per_second:,.0f} tokens/s"] if run.tokens_per_second is not None else []),
-        *([f"MFU {run.mfu:.1%}"] if run.mfu is not None else []),
-        *([f"{run.ms_per_iteration:,.1f} ms/step"] if run.ms_per_iteration is not None else []),
-    ]
+    speed, mfu, step_ms = run.tokens_per_second, run.mfu, run.ms_per_iteration
+    fields = (("{:,.0f} tokens/s", speed), ("MFU {:.1%}", mfu), ("{:,.1f} ms/step", step_ms))
+    return [text.format(value) for text, value in fields if value is not None]
 
 
 def slowest(run: RunStatus) -> str:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Option
+from typer import Option
 
 from trainyard.cli.console import print_line, terminal_safe
+from trainyard.cli.options import ExistingRun
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.metrics.span_trace import write_trace
@@ -21,15 +22,15 @@ MAX_HOST_WIDTH = 24
 
 
 def trace(
-    run: Annotated[Path, Argument(metavar="RUN", help="Run directory, such as runs/my-run.")],
+    run: ExistingRun,
     steps: Annotated[
-        str, Option("--steps", metavar="A:B", help="First and last step, such as 100:150. Default: the last 50.")
+        str, Option(metavar="A:B", help="First and last step, such as 100:150. Default: the last 50.")
     ] = "",
-    ranks: Annotated[str, Option("--ranks", metavar="LIST", help="Ranks, such as 0-3,8. Default: all.")] = "",
+    ranks: Annotated[str, Option(metavar="LIST", help="Ranks, such as 0-3,8. Default: all.")] = "",
     out: Annotated[
-        Path | None, Option("--out", metavar="FILE", help="Default: trace-A-B.json.gz in RUN.", show_default=False)
+        Path | None, Option(metavar="FILE", help="Default: trace-A-B.json.gz in RUN.", show_default=False)
     ] = None,
-) -> int:
+) -> None:
     """Write what each rank did as a trace for Perfetto (ui.perfetto.dev), and print which rank the others wait for.
 
     Works while the run trains. The file has one process per host and one track per rank.
@@ -40,8 +41,6 @@ def trace(
 
       trainyard trace runs/my-run --steps 100:150 --ranks 0-7 --out slow.json.gz
     """
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run directory")
     windows = read_window(run, parse_steps(steps) if steps else None, parse_ranks(ranks) if ranks else None)
     first = min(int(window.step.min()) for window in windows)
     last = max(int(window.step.max()) for window in windows)
@@ -55,7 +54,6 @@ def trace(
     print_line(console, f"{path}: {spans:,} spans of steps {first} to {last}, {on}; open it at https://ui.perfetto.dev")
     print_parts(console, windows)
     print_waits(console, summarize_waits(windows), windows)
-    return 0
 
 
 def parse_steps(text: str) -> tuple[int, int]:

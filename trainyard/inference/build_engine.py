@@ -50,7 +50,7 @@ def build_engine(
     state = CacheState(torch.zeros(shape.slots, dtype=torch.int32, device=handle))
     # The last position takes the token that is in flight when a sequence ends.
     size = CacheSize(shape.slots, shape.max_seq_len + 1, config.head_size, shape.dtype, handle)
-    # Products that absorb the residual sum must not do so before ranks have summed their parts.
+    # Matrix multiplications that add the residual must not do so before ranks have summed their parts.
     kernels = device.decode_kernels(fused_kernels) if tp.size == 1 else device.kernels(fused_kernels)
     model = build_model(
         config,

@@ -10,10 +10,8 @@ from pydantic import BaseModel
 from trainyard.inference.requests import FinishReason
 from trainyard.inference.serve.api_types import CompletionRequest
 from trainyard.inference.serve.chat_types import ChatCompletionRequest
-from trainyard.inference.serve.generation import ChoiceDelta
-from trainyard.inference.serve.logprobs import chat_logprobs, completion_logprobs
+from trainyard.inference.serve.generation import ChoiceDelta, TextToken
 from trainyard.inference.serve.response_types import (
-    AnswerToolCall,
     AssistantMessage,
     CalledFunction,
     ChatChoice,
@@ -21,15 +19,23 @@ from trainyard.inference.serve.response_types import (
     ChatCompletionChunk,
     ChatCompletionResponse,
     ChatFinishReason,
+    ChatLogprobs,
+    ChatTokenLogprob,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionResponse,
+    ResponseToolCall,
+    TopLogprob,
     Usage,
 )
-from trainyard.inference.serve.served_model import ServedModel
+from trainyard.inference.serve.served_model import ServedModel, TokenTexts
 from trainyard.inference.text.tool_calls import parse_tool_calls
 
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity and for NaN, which JSON does not have."""
 
-class AnswerFormat(Protocol):
+
+class ResponseWriter(Protocol):
     def first_chunks(self) -> Iterable[BaseModel]:
         """What a stream begins with."""
 
@@ -38,10 +44,10 @@ class AnswerFormat(Protocol):
     def usage_chunk(self, usage: Usage) -> BaseModel: ...
 
     def complete(self, choices: Sequence[ChoiceDelta], usage: Usage) -> BaseModel:
-        """The answer that is not streamed; `choices` have all of their text."""
+        """The response that is not streamed; `choices` have all of their text."""
 
 
-class CompletionFormat:
+class CompletionWriter:
     def __init__(self, model: ServedModel, fields: CompletionRequest, echoes: list[str]) -> None:
         """`echoes`: text to put before that of each choice."""
         self._texts, self._with_logprobs, self._echoes = model.token_texts, fields.logprobs is not None, echoes
@@ -69,7 +75,7 @@ class CompletionFormat:
         return CompletionChoice(index=delta.index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason)
 
 
-class ChatFormat:
+class ChatWriter:
     def __init__(self, model: ServedModel, fields: ChatCompletionRequest) -> None:
         self._texts, self._with_logprobs, self._count = model.token_texts, bool(fields.logprobs), fields.n or 1
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
@@ -97,7 +103,7 @@ class ChatFormat:
 
     def _parse(
         self, text: str, finish_reason: FinishReason | None
-    ) -> tuple[str, ChatFinishReason | None, list[AnswerToolCall]]:
+    ) -> tuple[str, ChatFinishReason | None, list[ResponseToolCall]]:
         """The content of a choice, why it ended, and its tool calls; nothing of them before its end."""
         if not self._tool_names:
             return text, finish_reason, []
@@ -105,7 +111,7 @@ class ChatFormat:
             return "", None, []
         content, calls = parse_tool_calls(text, self._tool_names)
         found = [
-            AnswerToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=CalledFunction(**call._asdict()))
+            ResponseToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=CalledFunction(**call._asdict()))
             for call in calls[: self._max_calls]
         ]
         return content, "tool_calls" if found else finish_reason, found
@@ -124,3 +130,32 @@ class ChatFormat:
             logprobs=chat_logprobs(choice.tokens, self._texts) if self._with_logprobs else None,
             finish_reason=finish_reason or "length",
         )
+
+
+def completion_logprobs(tokens: Iterable[TextToken], texts: TokenTexts, first_offset: int) -> CompletionLogprobs:
+    """`first_offset`: characters before the generated text, which an echoed prompt has."""
+    found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token in tokens:
+        event = token.event
+        found.tokens.append(texts.text(event.token))
+        found.token_logprobs.append(_finite(event.logprob))
+        most_likely = {texts.text(other): _finite(logprob) for other, logprob in event.top_logprobs}
+        found.top_logprobs.append(most_likely | {texts.text(event.token): _finite(event.logprob)})
+        found.text_offset.append(first_offset + token.offset)
+    return found
+
+
+def chat_logprobs(tokens: Iterable[TextToken], texts: TokenTexts) -> ChatLogprobs:
+    def entry(token: int, logprob: float | None) -> TopLogprob:
+        return TopLogprob(token=texts.text(token), logprob=_finite(logprob), bytes=texts.utf8(token))
+
+    content = []
+    for token in tokens:
+        chosen = entry(token.event.token, token.event.logprob)
+        most_likely = [entry(other, logprob) for other, logprob in token.event.top_logprobs]
+        content.append(ChatTokenLogprob(**chosen.model_dump(), top_logprobs=most_likely))
+    return ChatLogprobs(content=content)
+
+
+def _finite(logprob: float | None) -> float:
+    return logprob if logprob is not None and logprob > MIN_LOGPROB else MIN_LOGPROB  # a comparison with NaN is false

@@ -19,8 +19,9 @@ POLL = timedelta(minutes=1)
 """How long a follower waits for a message before it asks again. A server may have nothing to do for days."""
 
 
-class LeadingScheduler:
-    """The scheduler of the first rank. It has the methods of RequestScheduler."""
+class BroadcastScheduler:
+    """The scheduler of the first rank, which sends every command to the others. It has the methods of
+    RequestScheduler."""
 
     def __init__(self, scheduler: RequestScheduler, store: Any) -> None:
         self.scheduler, self.store = scheduler, store
@@ -32,7 +33,7 @@ class LeadingScheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError as RequestScheduler does."""
         self.scheduler.check(request)
-        self.commands.append(_encode(request))
+        self.commands.append(asdict(request))
 
     def cancel(self, request_id: int) -> None:
         self.commands.append(request_id)
@@ -46,7 +47,7 @@ class LeadingScheduler:
         return self.scheduler.load
 
     def step(self) -> list[TokenEvent]:
-        self._send(self.commands)
+        self._send(self.commands)  # first: the collectives of the step below wait for the other ranks
         _apply(self.scheduler, self.commands)
         self.commands = []
         return self.scheduler.step()
@@ -56,7 +57,7 @@ class LeadingScheduler:
         self._send(None)
 
     def _send(self, message: Any) -> None:
-        self.store.set(_key(self.steps), json.dumps(message))
+        self.store.set(_key(self.steps), json.dumps(message, default=sorted))  # end_ids are a set
         if self.steps >= KEPT_MESSAGES:
             self.store.delete_key(_key(self.steps - KEPT_MESSAGES))
         self.steps += 1
@@ -82,12 +83,6 @@ def follow(scheduler: RequestScheduler, store: Any) -> None:
 
 def _key(step: int) -> str:
     return f"trainyard/inference/serve/{step}"
-
-
-def _encode(request: Request) -> dict[str, Any]:
-    fields = asdict(request)
-    fields["options"]["end_ids"] = sorted(request.options.end_ids)
-    return fields
 
 
 def _apply(scheduler: RequestScheduler, commands: list[Any]) -> None:
