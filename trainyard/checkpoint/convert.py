@@ -11,14 +11,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from trainyard.checkpoint.compare_bits import first_difference
+from trainyard.checkpoint.compare import first_difference
 from trainyard.checkpoint.formats import hf
-from trainyard.checkpoint.formats.dcp.files import write_dcp
-from trainyard.checkpoint.formats.dcp.names import DcpNames, dcp_tensors
+from trainyard.checkpoint.formats.dcp.weights import DcpNames, dcp_tensors, write_dcp
 from trainyard.checkpoint.formats.nxd import layout as nxd
-from trainyard.checkpoint.formats.nxd.files import ProgressCallback, write_nxd
 from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NameStyle, QkvKind
+from trainyard.checkpoint.formats.nxd.rank_files import ProgressCallback, write_nxd
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, unfused_tensors
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.native.checkpoint import Checkpoint

@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 from trainyard import models
 from trainyard.checkpoint.formats import hf
-from trainyard.checkpoint.formats.dcp.files import find_dcp, open_dcp
-from trainyard.checkpoint.formats.megatron.files import find_megatron
+from trainyard.checkpoint.formats.dcp.weights import find_dcp, open_dcp
+from trainyard.checkpoint.formats.megatron.rank_files import find_megatron
 from trainyard.checkpoint.formats.megatron.weights import open_megatron
-from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
-from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
-from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
+from trainyard.checkpoint.formats.nxd.optimizer import find_optimizer, open_nxd_state
+from trainyard.checkpoint.formats.nxd.rank_files import find_nxd, open_nxd
 from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, ZeroRouterBias
 from trainyard.checkpoint.io.storage import LocalStorage, Storage, open_storage

@@ -15,8 +15,8 @@ from tests.distributed.rank_jobs import LossRecorder
 from tests.support import configs
 from tests.support.hf_reference import hf_model
 from trainyard.checkpoint.convert import ConversionTarget, complete_nxd_layout, convert_checkpoint, parse_layout
-from trainyard.checkpoint.formats.nxd.files import open_nxd, repack_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout, check_layout, rank_tensors
+from trainyard.checkpoint.formats.nxd.rank_files import open_nxd, repack_nxd
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, unfused_tensors
 from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.checkpoint.registry import open_weights

@@ -29,13 +29,14 @@ from trainyard.checkpoint.formats.tensor_map import (
     unfused_tensors,
 )
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
+from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.checkpoint.io.safetensors_file import (
     CheckedTensor,
     TensorSpec,
     open_safetensors,
     stream_tensors,
 )
-from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_torch_file
+from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainyard.checkpoint.formats.nxd.files import NxdWeights, open_nxd
+from trainyard.checkpoint.formats.nxd.rank_files import NxdWeights, open_nxd
 from trainyard.checkpoint.io.torch_file import open_torch_file
 from trainyard.core.errors import UserError, one_line
 from trainyard.families.hf_config import from_hf

@@ -214,7 +214,7 @@ class CheckedTensor(LazyTensor):
         self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
         self.crc, self.problem, self.is_verified = crc, problem, False
 
-    def read(self, index: TensorIndex | None = None) -> Tensor:
+    def read_slice(self, index: TensorIndex) -> Tensor:
         if not self.is_verified:
             if f"{zlib.crc32(tensor_bytes(self.tensor.read())):08x}" != self.crc:
                 raise UserError(self.problem)

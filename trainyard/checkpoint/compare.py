@@ -1,7 +1,7 @@
-"""Compares two checkpoints by the logits of their models on the same tokens.
+"""Compares two checkpoints: bit for bit, or by the logits of their models on the same tokens.
 
-The weights of a block are read just before the block runs and dropped after it, so that models larger than memory can
-be compared.
+Tensors are compared one at a time. For logits, the weights of a block are read just before the block runs and dropped
+after it. So models larger than memory can be compared.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import WeightSource, local_values
+from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, local_values, unfused_tensors
 from trainyard.core.counter_rng import key64, normal_slice
 from trainyard.families.blueprint import layer_index
 from trainyard.models.output import ModelOutput
 
 NUM_TOKENS = 64
+
+
+def first_difference(source: TrainingState, target: TrainingState, dtype: torch.dtype | None) -> str | None:
+    """The name of the first tensor of the source that the target does not hold bit for bit, rounded to `dtype`.
+
+    Without `dtype`, the target may have a wider one, which holds the same values.
+    """
+    for kind in source.dtypes:
+        for name, tensor in unfused_tensors(source.model).items():
+            a, b = (state.readers[kind](tensor) for state in (source, target))
+            expected = dtype or torch.promote_types(a.dtype, b.dtype)
+            a, b = a.to(expected).contiguous(), b.contiguous()
+            if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                return name if kind == "weights" else f"{kind} of {name}"
+    return None
 
 
 @dataclass(frozen=True)

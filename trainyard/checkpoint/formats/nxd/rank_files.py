@@ -37,8 +37,9 @@ from trainyard.checkpoint.formats.tensor_map import (
     find_mismatched_copy,
 )
 from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch, run_parallel
+from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.checkpoint.io.storage import resolve_new_directory
-from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_torch_file
+from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
 from trainyard.core.atomic_files import atomic_directory, atomic_write_text, fsync_directory
 from trainyard.core.errors import UserError
