@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from trainyard import models
 from trainyard.checkpoint.formats import hf
 from trainyard.checkpoint.formats.dcp.metadata import METADATA_FILE, read_dcp_tensors
+from trainyard.checkpoint.formats.format import CheckpointFormat, FormatWriter, WriteOptions
 from trainyard.checkpoint.formats.tensor_map import (
     ShardedWeights,
     StoredTensor,
@@ -216,3 +217,23 @@ def _assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | 
         tensor = torchtitan_rows(tensor, weights.model.head_size)
     # torch.save writes the whole storage that a tensor is a view of.
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _write(directory: Path, weights: WeightSource, options: WriteOptions) -> None:
+    names = options.layout.get("names", "hf")
+    write_dcp(directory, weights, names, options.dtype, options.progress, options.write_extra_files)
+
+
+FORMAT = CheckpointFormat(
+    "dcp",
+    "a checkpoint of torch.distributed.checkpoint",
+    find_dcp,
+    lambda path, model, hints: open_dcp(path, model),
+    stores_model=False,
+    writer=FormatWriter(
+        lambda model, layout: dcp_tensors(model, layout.get("names", "hf")),
+        _write,
+        {"names": get_args(DcpNames)},
+        layout_example="names=torchtitan",
+    ),
+)

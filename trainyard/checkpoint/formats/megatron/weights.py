@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from trainyard import models
+from trainyard.checkpoint.formats.format import CheckpointFormat
 from trainyard.checkpoint.formats.megatron.rank_files import (
     CHECKPOINT_FILES,
     MegatronFiles,
@@ -258,3 +259,8 @@ def _first_layers(opened: Mapping[tuple[int, int], MegatronRankFile]) -> tuple[d
     chunks = sorted(counts)
     ends = list(accumulate(counts[chunk] for chunk in chunks))
     return dict(zip(chunks, (0, *ends), strict=False)), ends[-1]
+
+
+FORMAT = CheckpointFormat(
+    "megatron", "a Megatron-LM checkpoint", find_megatron, lambda path, model, hints: open_megatron(path, model)
+)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from trainyard.checkpoint.formats.format import LayoutHints
 from trainyard.checkpoint.formats.nxd.layout import (
     FLAG_NAMES,
     KvOrder,
@@ -29,8 +30,6 @@ from trainyard.families.moe import MoeConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the tensors in a file, or in a layer, by name."""
-LayoutHints = Mapping[str, Any]
-"""Fields of NxdLayout that the user specified."""
 MismatchedCopy = Callable[[NxdLayout, int], str | None]
 """Returns a tensor of this layer with a replica of a key or value head that, at this layout, differs from another."""
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 
+from trainyard.checkpoint.formats.format import LayoutHints
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
-from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints
 from trainyard.checkpoint.formats.nxd.layout import NxdRank, is_key_or_value, rank_tensors, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
 from trainyard.checkpoint.formats.nxd.rank_files import (

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import torch
 
+from trainyard.checkpoint.formats.format import LayoutHints, ProgressCallback
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
-from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints, infer_kv_order, infer_layout
+from trainyard.checkpoint.formats.nxd.infer_layout import infer_kv_order, infer_layout
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout, NxdRank, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, is_expert_tensor
 from trainyard.checkpoint.formats.tensor_map import (
@@ -49,8 +50,6 @@ CURRENT_FILE_NAME = re.compile(
     r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt"
 )
 OLD_FILE_NAME = re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")
-ProgressCallback = Callable[[int], None]
-"""Called with the bytes of each tensor that was written."""
 
 
 @dataclass(frozen=True)
