@@ -253,13 +253,13 @@ class _ReferencedTensor(LazyTensor):
     def exists(self) -> bool:
         return self._path.is_file()
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # an attribute that is computed when first used
-        return tuple(self._stored_info["shape"]) if self._stored_info else self._tensor.shape
+        return self._shape_and_dtype[0]
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self._stored_info["dtype"] if self._stored_info else self._tensor.dtype
+        return self._shape_and_dtype[1]
 
     def read_slice(self, index: TensorIndex) -> Tensor:
         tensor = self._tensor
@@ -271,13 +271,13 @@ class _ReferencedTensor(LazyTensor):
         return tensor.read(index)
 
     @cached_property
-    def _stored_info(self) -> dict[Any, Any]:
-        """Shape and dtype from the reference itself or from the info file; empty if neither has them."""
+    def _shape_and_dtype(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """From the reference itself, from the info file or, if neither has them, from the tensor's file."""
         for info in (self._state, self._info().get(self._state["tid"])):
             shape, dtype = (info.get("shape"), info.get("dtype")) if isinstance(info, dict) else (None, None)
             if type(shape) is torch.Size and isinstance(dtype, torch.dtype):
-                return {"shape": shape, "dtype": dtype}
-        return {}
+                return tuple(shape), dtype
+        return self._tensor.shape, self._tensor.dtype
 
     @cached_property
     def _tensor(self) -> LazyTensor:

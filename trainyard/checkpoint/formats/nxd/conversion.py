@@ -1,21 +1,15 @@
 """NxD as a format of `trainyard convert`: its layout keys, and what they default to."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
 from trainyard.checkpoint.formats.format import CheckpointFormat, FormatWriter, LayoutKeys, WriteOptions
-from trainyard.checkpoint.formats.nxd.layout import (
-    KvOrder,
-    NxdLayout,
-    check_layout,
-    rank_tensors,
-    require_nxd_model,
-    valid_kv_multipliers,
-)
+from trainyard.checkpoint.formats.nxd import layout as nxd
+from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NameStyle, QkvKind
 from trainyard.checkpoint.formats.nxd.optimizer import find_optimizer, open_nxd_state
 from trainyard.checkpoint.formats.nxd.rank_files import find_nxd, open_nxd, write_nxd
@@ -24,21 +18,13 @@ from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models import ModelConfig
 
-LAYOUT_KEYS: LayoutKeys = {
-    "tp": int,
-    "pp": int,
-    "vpp": int,
+LAYOUT_KEYS: LayoutKeys = {field.name: int for field in fields(NxdLayout)} | {
     "pipeline_cuts": tuple,
-    "ep": int,
-    "kv_multiplier": int,
     "qkv": get_args(QkvKind),
-    "gate_up": bool,
     "kv_order": get_args(KvOrder),
     "style": get_args(NameStyle),
-    "by_head": bool,
-    "vocab": int,
+    **dict.fromkeys(("gate_up", "by_head"), bool),
 }
-"""The fields of NxdLayout."""
 
 
 def complete_layout(model: DecoderConfig, options: Mapping[str, Any]) -> NxdLayout:
@@ -50,7 +36,7 @@ def complete_layout(model: DecoderConfig, options: Mapping[str, Any]) -> NxdLayo
         grouped: QkvKind = "fused" if can_fuse else "qkv_linear"
         layout = replace(layout, qkv="coalesced" if model.num_kv_heads == model.heads else grouped)
     if "kv_multiplier" not in options and layout.qkv in ("fused", "qkv_linear"):
-        valid = valid_kv_multipliers(model, layout)
+        valid = nxd.valid_kv_multipliers(model, layout)
         layout = replace(layout, kv_multiplier=valid[0] if valid else 1)
     return layout
 
@@ -58,8 +44,8 @@ def complete_layout(model: DecoderConfig, options: Mapping[str, Any]) -> NxdLayo
 def _tensors(model: ModelConfig, options: Mapping[str, Any]) -> Iterator[StoredTensor]:
     decoder = require_nxd_model(model, "--to hf")
     layout = complete_layout(decoder, options)
-    check_layout(decoder, layout)
-    return chain.from_iterable(rank_tensors(decoder, layout).values())
+    nxd.check_layout(decoder, layout)
+    return chain.from_iterable(nxd.rank_tensors(decoder, layout).values())
 
 
 def _write(directory: Path, weights: WeightSource, options: WriteOptions) -> None:
