@@ -181,7 +181,7 @@ def _is_partition(wanted: TensorSlice, pieces: list[TensorSlice]) -> bool:
     split_dims = {dim for piece in pieces for dim, size in enumerate(piece.sizes) if size != wanted.sizes[dim]}
     if sum(piece.numel for piece in pieces) != wanted.numel:
         return False
-    if len(split_dims) == 1:
+    if len(split_dims) == 1:  # as ranks usually split tensors; this needs no mask of all elements
         (dim,) = split_dims
         starts = sorted((piece.offsets[dim], piece.sizes[dim]) for piece in pieces)
         return all(start + size == stop for (start, size), (stop, _) in pairwise(starts))

@@ -132,7 +132,8 @@ def join_rows(name: str, files: Sequence[LazyTensor], shape: tuple[int, ...]) ->
     full, rows = TensorSlice.full(name, shape), rows_per_file(shape, len(files))
     starts = (min(i * rows, shape[0]) for i in range(len(files)))
     pieces = [full.narrow(0, start, min(start + rows, shape[0])) for start in starts]
-    return AssembledTensor(name, shape, files[0].dtype, list(zip(pieces, files, strict=True)))
+    dtype = reduce(torch.promote_types, (file.dtype for file in files))
+    return AssembledTensor(name, shape, dtype, list(zip(pieces, files, strict=True)))
 
 
 def rows_per_file(shape: tuple[int, ...], files: int) -> int:
