@@ -27,13 +27,14 @@ from tests.support.configs import tiny_batch
 from tests.support.examples import examples
 from tests.support.hf_reference import hf_forward, hf_reference
 from tests.support.logs import captured_log
+from trainyard.checkpoint.compare import first_model_difference
 from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, parse_layout, total_bytes
 from trainyard.checkpoint.formats.hf import open_hf, write_hf, write_model_files
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import COMMIT_FILE, STATE_KINDS, Checkpoint
-from trainyard.checkpoint.registry import first_model_difference, open_weights
+from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.builtin.llama import LlamaConfig

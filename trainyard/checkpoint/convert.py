@@ -1,47 +1,38 @@
-"""Converts a checkpoint of any known format to the native, Hugging Face, NxD or DCP format, one tensor at a time."""
+"""Converts a checkpoint of any known format to any format that has a writer, one tensor at a time."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from trainyard.checkpoint.compare_bits import first_difference
-from trainyard.checkpoint.formats import hf
-from trainyard.checkpoint.formats.dcp.files import write_dcp
-from trainyard.checkpoint.formats.dcp.names import DcpNames, dcp_tensors
-from trainyard.checkpoint.formats.nxd import layout as nxd
-from trainyard.checkpoint.formats.nxd.files import ProgressCallback, write_nxd
-from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, require_nxd_model
-from trainyard.checkpoint.formats.nxd.names import NameStyle, QkvKind
+from trainyard.checkpoint.compare import first_difference
+from trainyard.checkpoint.formats.format import LayoutKeys, ProgressCallback, WriteOptions
+from trainyard.checkpoint.formats.hf import ModelFiles, write_model_files
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, unfused_tensors
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.writer import checkpoint_bytes, weights_only_state, write_checkpoint
-from trainyard.checkpoint.registry import OpenedCheckpoint, check_hf_export, find_tokenizer_files, read_model_files
+from trainyard.checkpoint.registry import FORMATS, OpenedCheckpoint, find_tokenizer_files, read_model_files
 from trainyard.checkpoint.transfer import check_link
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
-from trainyard.families.decoder import DecoderConfig
-from trainyard.families.moe import MoeConfig
 from trainyard.parallel.layout import Layout
 
-TargetFormat = Literal["hf", "nxd", "native", "dcp"]
+WRITERS = {each.name: each.writer for each in FORMATS if each.writer}
+"""The formats that a conversion writes, besides the native one."""
+if TYPE_CHECKING:
+    TargetFormat = str
+else:
+    TargetFormat = Literal[(*WRITERS, "native")]  # the choices of --to, which the type checker does not know
 DTYPE_CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LAYOUT_CHOICES: dict[str, tuple[str, ...]] = {
-    "qkv": get_args(QkvKind),
-    "kv_order": get_args(KvOrder),
-    "style": get_args(NameStyle),
-    "names": get_args(DcpNames),
-}
-NATIVE_LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "dp", "pipeline_cuts")
+NATIVE_LAYOUT_KEYS: LayoutKeys = dict.fromkeys(("tp", "pp", "vpp", "cp", "dp"), int) | {"pipeline_cuts": tuple}
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class ConversionTarget:
 
     format: TargetFormat
     layout: Mapping[str, Any]
-    """Fields of NxdLayout for nxd; NATIVE_LAYOUT_KEYS for native; names for dcp."""
+    """Values by the keys of the format, as parse_layout returns them."""
     dtype: torch.dtype | None = None
     xser: bool = False
     weights_only: bool = False
@@ -59,16 +50,16 @@ class ConversionTarget:
 
 def parse_layout(target_format: TargetFormat, text: str, flag: str = "--layout") -> dict[str, Any]:
     """Parse text such as `tp=8,pp=4,pipeline_cuts=3:7` to checked values by key."""
-    nxd_keys = tuple(field.name for field in fields(NxdLayout))
-    keys = {"native": NATIVE_LAYOUT_KEYS, "nxd": nxd_keys, "hf": (), "dcp": ("names",)}[target_format]
+    writer = WRITERS.get(target_format)
+    keys = writer.layout_keys if writer else NATIVE_LAYOUT_KEYS
     out: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if not equals or key not in keys:
-            example = "names=torchtitan" if target_format == "dcp" else "tp=8,pp=4"
+            example = writer.layout_example if writer else "tp=8,pp=4"
             allowed = f"takes {', '.join(keys)}, such as {example}" if keys else "takes no layout"
             raise UserError(f"{flag} {item}: {target_format} {allowed}")
-        out[key] = _parse_value(flag, key, value)
+        out[key] = _parse_value(f"{flag} {key}", keys[key], value)
     return out
 
 
@@ -78,16 +69,7 @@ def total_bytes(opened: OpenedCheckpoint, target: ConversionTarget) -> int:
     if target.format == "native":
         Layout.from_config(*_target_config(weights, target.layout))
         return checkpoint_bytes(_source_state(opened, target))
-    if target.format == "hf":
-        check_hf_export(weights.model)
-        tensors = hf.stored_tensors(weights.model)
-    elif target.format == "dcp":
-        tensors = dcp_tensors(weights.model, target.layout.get("names", "hf"))
-    else:
-        model = require_nxd_model(weights.model, "--to hf")
-        layout = complete_nxd_layout(model, target.layout)
-        nxd.check_layout(model, layout)
-        tensors = tuple(chain.from_iterable(nxd.rank_tensors(model, layout).values()))
+    tensors = WRITERS[target.format].tensors(weights.model, target.layout)
     sizes = ((stored.slices[0].name, prod(stored.shape)) for stored in tensors)
     return sum(numel * (target.dtype or weights.dtype(name)).itemsize for name, numel in sizes)
 
@@ -107,33 +89,13 @@ def convert_checkpoint(
     for file in find_tokenizer_files(source, config):
         check_link(file, file.parent)
     model_files = read_model_files(weights, source, config)
-    dtype = target.dtype or weights.dtype(next(iter(unfused_tensors(weights.model))))
-    write_extra_files = partial(hf.write_model_files, model=weights.model, dtype=dtype, model_files=model_files)
-    if target.format == "hf":
-        hf.write_hf(directory, weights, target.dtype, model_files=model_files, progress=progress)
-    elif target.format == "nxd":
-        model = require_nxd_model(weights.model, "--to hf")
-        layout = complete_nxd_layout(model, target.layout)
-        write_nxd(directory, weights, layout, target.dtype, target.xser, progress, write_extra_files)
-    elif target.format == "dcp":
-        names = target.layout.get("names", "hf")
-        write_dcp(directory, weights, names, target.dtype, progress, write_extra_files)
-    else:
+    if target.format == "native":
         _write_native(directory, opened, target, model_files, progress)
-
-
-def complete_nxd_layout(model: DecoderConfig, options: Mapping[str, Any]) -> NxdLayout:
-    """The layout with the user's options. What they leave open is as in NxD's current models."""
-    layout = NxdLayout(**options)
-    if "qkv" not in options:
-        # NxD's models with experts have no fused matrix.
-        can_fuse = layout.style == "hf" and not isinstance(model, MoeConfig)
-        grouped: QkvKind = "fused" if can_fuse else "qkv_linear"
-        layout = replace(layout, qkv="coalesced" if model.num_kv_heads == model.heads else grouped)
-    if "kv_multiplier" not in options and layout.qkv in ("fused", "qkv_linear"):
-        valid = nxd.valid_kv_multipliers(model, layout)
-        layout = replace(layout, kv_multiplier=valid[0] if valid else 1)
-    return layout
+        return
+    dtype = target.dtype or weights.dtype(next(iter(unfused_tensors(weights.model))))
+    write_extra_files = partial(write_model_files, model=weights.model, dtype=dtype, model_files=model_files)
+    options = WriteOptions(target.layout, target.dtype, target.xser, model_files, write_extra_files, progress)
+    WRITERS[target.format].write(directory, weights, options)
 
 
 def _source_state(opened: OpenedCheckpoint, target: ConversionTarget) -> TrainingState:
@@ -148,7 +110,7 @@ def _write_native(
     directory: Path,
     opened: OpenedCheckpoint,
     target: ConversionTarget,
-    model_files: hf.ModelFiles,
+    model_files: ModelFiles,
     progress: ProgressCallback,
 ) -> None:
     state = _source_state(opened, target)
@@ -191,18 +153,18 @@ def first_different_tensor(
     return first_difference(source, written, target.dtype)
 
 
-def _parse_value(flag: str, key: str, value: str) -> Any:
-    if key in LAYOUT_CHOICES:
-        if value not in LAYOUT_CHOICES[key]:
-            raise UserError(f"{flag} {key}={value}: not one of {', '.join(LAYOUT_CHOICES[key])}")
+def _parse_value(name: str, kind: type | tuple[str, ...], value: str) -> Any:
+    if isinstance(kind, tuple):
+        if value not in kind:
+            raise UserError(f"{name}={value}: not one of {', '.join(kind)}")
         return value
-    if key in ("gate_up", "by_head"):
-        return parse_bool(f"{flag} {key}", value)
-    is_list = key == "pipeline_cuts"
+    if kind is bool:
+        return parse_bool(name, value)
+    is_list = kind is tuple
     if re.fullmatch(r"\d{1,9}(:\d{1,9})*" if is_list else r"0*[1-9]\d{0,8}", value):
         return tuple(int(layer) for layer in value.split(":")) if is_list else int(value)
     expected = "layer numbers such as 3:7" if is_list else "a positive whole number"
-    raise UserError(f"{flag} {key}={value}: expected {expected}")
+    raise UserError(f"{name}={value}: expected {expected}")
 
 
 def parse_bool(flag: str, value: str) -> bool:

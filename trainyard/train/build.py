@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from trainyard import devices, models
+from trainyard.checkpoint.formats.hf import check_hf_export
 from trainyard.checkpoint.formats.tensor_map import local_values
-from trainyard.checkpoint.registry import check_hf_export
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, assert_same, llama
 from tests.support.hf_reference import hf_reference
 from trainyard import models
-from trainyard.checkpoint.formats.dcp.files import find_dcp, open_dcp, write_dcp
 from trainyard.checkpoint.formats.dcp.metadata import read_dcp_tensors
-from trainyard.checkpoint.formats.dcp.names import DcpNames
+from trainyard.checkpoint.formats.dcp.weights import DcpNames, find_dcp, open_dcp, write_dcp
 from trainyard.checkpoint.formats.hf import hf_tensors, write_model_files
 from trainyard.checkpoint.formats.tensor_map import local_values, unfused_tensors
 from trainyard.checkpoint.registry import open_weights

@@ -15,8 +15,8 @@ from tests.support import configs
 from tests.support.configs import tiny_batch
 from trainyard import Trainer, load_model
 from trainyard.checkpoint.formats.hf import InMemoryWeights, open_hf, save_hf, write_hf
-from trainyard.checkpoint.formats.nxd.files import write_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
+from trainyard.checkpoint.formats.nxd.rank_files import write_nxd
 from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.core.errors import UserError
 from trainyard.families import find_family

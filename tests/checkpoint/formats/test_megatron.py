@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.support import configs
 from tests.support.configs import tiny_batch
 from trainyard import models
-from trainyard.checkpoint.formats.megatron.files import find_megatron
+from trainyard.checkpoint.formats.megatron.rank_files import find_megatron
 from trainyard.checkpoint.formats.megatron.weights import open_megatron
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, unfused_tensors
 from trainyard.core.errors import UserError

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.support.examples import examples
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
-from trainyard.checkpoint.formats.nxd.files import NxdWeights, open_nxd, repack_nxd, write_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout, NxdRank, require_nxd_model
+from trainyard.checkpoint.formats.nxd.rank_files import NxdWeights, open_nxd, repack_nxd, write_nxd
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, WeightSource, find_mismatched_copy, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice

@@ -14,9 +14,10 @@ from torch import Tensor
 from tests.distributed.rank_jobs import LossRecorder
 from tests.support import configs
 from tests.support.hf_reference import hf_model
-from trainyard.checkpoint.convert import ConversionTarget, complete_nxd_layout, convert_checkpoint, parse_layout
-from trainyard.checkpoint.formats.nxd.files import open_nxd, repack_nxd
+from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
+from trainyard.checkpoint.formats.nxd.conversion import complete_layout
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout, check_layout, rank_tensors
+from trainyard.checkpoint.formats.nxd.rank_files import open_nxd, repack_nxd
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, unfused_tensors
 from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.checkpoint.registry import open_weights
@@ -85,7 +86,7 @@ def test_round_trips_bit_for_bit(layout: str, xser: bool, hf: Path, tmp_path: Pa
     model = from_hf(hf)
     assert isinstance(model, MixtralConfig)
     found = open_nxd(nxd, model).layout
-    expected = complete_nxd_layout(model, options)
+    expected = complete_layout(model, options)
     assert (found.tp, found.pp, found.ep, found.kv_multiplier, found.qkv) == (
         expected.tp, expected.pp, expected.ep, expected.kv_multiplier, expected.qkv
     )  # fmt: skip
@@ -103,7 +104,7 @@ def test_round_trips_bit_for_bit(layout: str, xser: bool, hf: Path, tmp_path: Pa
 def test_a_fused_qkv_matrix_is_not_the_default() -> None:
     """NxD's Mixtral has none."""
     model = MixtralConfig(family="mixtral", vocab=8, hidden=16, layers=1, heads=4, kv_heads=2, ffn=8, max_positions=8)
-    assert complete_nxd_layout(model, {"tp": 4}) == NxdLayout(tp=4, kv_multiplier=2, qkv="qkv_linear")
+    assert complete_layout(model, {"tp": 4}) == NxdLayout(tp=4, kv_multiplier=2, qkv="qkv_linear")
 
 
 # The content of files, compared with tensors stacked, transposed and sharded by hand
@@ -278,7 +279,7 @@ def test_invalid_layouts_are_refused_in_one_line(layout: str, message: str, hf: 
     model = from_hf(hf).model_copy(update={"ffn": 82})
     assert isinstance(model, MixtralConfig)
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        check_layout(model, complete_nxd_layout(model, parse_layout("nxd", layout)))
+        check_layout(model, complete_layout(model, parse_layout("nxd", layout)))
 
 
 def test_missing_files_are_named(hf: Path, tmp_path: Path) -> None:

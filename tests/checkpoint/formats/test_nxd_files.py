@@ -21,8 +21,8 @@ from tests.checkpoint.formats.test_nxd import (
     mismatched_copy,
     write,
 )
-from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
+from trainyard.checkpoint.formats.nxd.rank_files import find_nxd, open_nxd
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.builtin.gpt import GptConfig

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, edit_rank, llama, load_rank, write
 from tests.support.forkserver import ForkServer
 from trainyard.checkpoint.formats.hf import hf_tensors, open_hf
-from trainyard.checkpoint.formats.nxd.files import open_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
+from trainyard.checkpoint.formats.nxd.rank_files import open_nxd
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.core.errors import UserError
 

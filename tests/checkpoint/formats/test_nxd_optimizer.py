@@ -22,8 +22,7 @@ from tests.support.examples import examples
 from trainyard import models
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
-from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
+from trainyard.checkpoint.formats.nxd.optimizer import find_optimizer, open_nxd_state
 from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.registry import open_weights

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from tests.support.examples import examples
 from trainyard.checkpoint.io import torch_writer
-from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
+from trainyard.checkpoint.io.lazy_tensor import LazyTensor
+from trainyard.checkpoint.io.torch_file import open_torch_file
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
 from trainyard.core.errors import UserError
 

@@ -25,7 +25,8 @@ from tests.checkpoint.io.test_torch_file import assert_equal, read_tensors, save
 from tests.support.examples import SCALE
 from trainyard.checkpoint.io import pickle_vm
 from trainyard.checkpoint.io.pickle_allowlist import ALLOWED_GLOBALS
-from trainyard.checkpoint.io.torch_file import StubObject, open_torch_file
+from trainyard.checkpoint.io.pickle_vm import StubObject
+from trainyard.checkpoint.io.torch_file import open_torch_file
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter
 from trainyard.core import atomic_files
 from trainyard.core.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 from tests.support import configs
 from tests.support.forkserver import ForkServer
 from trainyard import Trainer
-from trainyard.checkpoint.compare_logits import compare_logits
+from trainyard.checkpoint.compare import compare_logits
 from trainyard.checkpoint.formats.tensor_map import local_values, unfused_tensors
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native.checkpoint import Checkpoint

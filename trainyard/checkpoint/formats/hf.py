@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from trainyard import devices, models
+from trainyard.checkpoint.compare import first_model_difference
+from trainyard.checkpoint.formats.format import CheckpointFormat, FormatWriter
 from trainyard.checkpoint.formats.tensor_map import (
     ShardedWeights,
     StoredTensor,
@@ -29,17 +31,19 @@ from trainyard.checkpoint.formats.tensor_map import (
     unfused_tensors,
 )
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
+from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.checkpoint.io.safetensors_file import (
     CheckedTensor,
     TensorSpec,
     open_safetensors,
     stream_tensors,
 )
-from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_torch_file
+from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.hf_config import from_hf as config_from_hf
+from trainyard.families.hf_config import read_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.models.sharding import fused_index, fused_starts
 from trainyard.remote.model_files import MODEL_FILES
@@ -48,7 +52,7 @@ SAFETENSORS_FILE, BIN_FILE = "model.safetensors", "pytorch_model.bin"
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of a weight file. Larger models are written to several files; a tensor is never split."""
 ModelFiles = Mapping[str, bytes]
-"""Contents of such files by name."""
+"""Contents of the tokenizer's files, and of others that belong to a model, by name."""
 CHECKSUM_FILE = "trainyard.sha256"
 """SHA-256 of the files that are exported with the weights, as sha256sum writes and checks them. The weights have
 checksums in their own headers, so that they do not change if only a tokenizer does."""
@@ -311,3 +315,31 @@ def _write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_hf_export(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
+    """Every tensor of an exported model. Raises UserError if a Hugging Face directory cannot hold the model: a tensor
+    has no name there, or its config.json does not read back as the same model."""
+    if model.without_router_bias is not model:
+        raise UserError("Hugging Face's format has no place for model.router_bias")
+    tensors = stored_tensors(model)
+    read = read_hf(json.loads(json.dumps(config_to_hf(model))), models.family_of(model))
+    if difference := first_model_difference(model, read.model_copy(update={"family": model.family})):
+        key, value, found = difference
+        raise UserError(f"its config.json would give model.{key}={found} instead of {value}")
+    return tensors
+
+
+FORMAT = CheckpointFormat(
+    "hf",
+    "a Hugging Face directory",
+    is_hf,
+    lambda path, model, hints: open_hf(path, model),
+    writer=FormatWriter(
+        lambda model, layout: check_hf_export(model),
+        lambda directory, weights, options: write_hf(
+            directory, weights, options.dtype, model_files=options.model_files, progress=options.progress
+        ),
+        layout_keys={},
+    ),
+)

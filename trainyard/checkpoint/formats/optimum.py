@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainyard.checkpoint.formats.nxd.files import NxdWeights, open_nxd
+from trainyard.checkpoint.formats.format import CheckpointFormat
+from trainyard.checkpoint.formats.nxd.rank_files import NxdWeights, open_nxd
 from trainyard.checkpoint.io.torch_file import open_torch_file
 from trainyard.core.errors import UserError, one_line
 from trainyard.families.hf_config import from_hf
@@ -112,3 +113,8 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
         if path.suffix != ".json":
             return {}
         raise UserError(f"{path}: not readable JSON: {one_line(error)}") from None
+
+
+FORMAT = CheckpointFormat(
+    "optimum", "optimum-neuron shards", find_optimum, lambda path, model, hints: open_optimum(path, model)
+)

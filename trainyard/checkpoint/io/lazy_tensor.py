@@ -10,7 +10,9 @@ import os
 import stat
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.core.tensor_slice import TensorIndex
+from trainyard.core.tensor_slice import TensorIndex, TensorSlice
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE, which Python 3.11 does not define. Pages are only copied by mistake, so none are reserved; otherwise a
@@ -45,9 +47,13 @@ class LazyTensor(ABC):
         """False for a reference to a missing file."""
         return True
 
-    @abstractmethod
     def read(self, index: TensorIndex | None = None) -> Tensor:
         """Read a slice (None: all). The result may be a view of mapped memory."""
+        return self.read_slice(tuple(slice(0, size) for size in self.shape) if index is None else index)
+
+    @abstractmethod
+    def read_slice(self, index: TensorIndex) -> Tensor:
+        """Read a slice, with a start and a stop for each dim."""
 
 
 class MappedFile:
@@ -110,21 +116,19 @@ class StorageView(LazyTensor):
         if count * dtype.itemsize > max(storage_bytes, _MAX_EXPANDED_BYTES) or count >= _MAX_SIZE:
             raise ValueError(f"tensor of {self.shape} in a storage of {storage_bytes} bytes")
 
-    def read(self, index: TensorIndex | None = None) -> Tensor:
+    def read_slice(self, index: TensorIndex) -> Tensor:
         if 0 in self.shape:
-            empty = torch.empty(self.shape, dtype=self.dtype)
-            return empty if index is None else empty[index]
+            return torch.empty(self.shape, dtype=self.dtype)[index]
         element_bytes = self.dtype.itemsize
         needed = 0, self._span * element_bytes
-        if index is not None and self._stride:
+        if self._stride:
             row_bytes = self._stride[0] * element_bytes
             needed = index[0].start * row_bytes, min(index[0].stop * row_bytes, needed[1])
         start = self._storage.start + self._offset * element_bytes
         mapped = self._storage.file.map_bytes(start, self._span * element_bytes, needed)
         # As bytes, with the bytes of an element in the last dim: the position in the file may be unaligned.
         view = mapped.as_strided((*self.shape, element_bytes), (*(step * element_bytes for step in self._stride), 1))
-        if index is not None:
-            view = view[index]
+        view = view[index]
         number_bytes = element_bytes // 2 if self.dtype.is_complex else element_bytes
         if self._storage.byte_swapped and number_bytes > 1:
             view = view.reshape(*view.shape[:-1], -1, number_bytes).flip(-1).flatten(-2)
@@ -139,8 +143,52 @@ class InlineTensor(LazyTensor):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
-    def read(self, index: TensorIndex | None = None) -> Tensor:
-        return self._tensor if index is None else self._tensor[index]
+    def read_slice(self, index: TensorIndex) -> Tensor:
+        return self._tensor[index]
+
+
+class AssembledTensor(LazyTensor):
+    """A tensor that consists of slices, each of them a tensor of its own, as the files of several ranks hold them."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[tuple[TensorSlice, LazyTensor]]
+    ) -> None:
+        self.name, self.shape, self.dtype, self._pieces = name, shape, dtype, pieces
+
+    def check_complete(self) -> None:
+        """Refuse a tensor whose slices do not add up to it."""
+        if (stored := sum(piece.numel for piece, _ in self._pieces)) != prod(self.shape):
+            raise UserError(f"checkpoint is incomplete: {self.name} has {stored} of {prod(self.shape)} elements")
+
+    def read_slice(self, index: TensorIndex) -> Tensor:
+        wanted = TensorSlice.full(self.name, self.shape)
+        for dim, part in enumerate(index):
+            wanted = wanted.narrow(dim, part.start, part.stop)
+        found = [(overlap, piece, tensor) for piece, tensor in self._pieces if (overlap := wanted.intersect(piece))]
+        if len(found) == 1 and found[0][0] == wanted:
+            _, piece, tensor = found[0]
+            return tensor.read(wanted.to_index(piece.offsets))
+        if not _is_partition(wanted, [overlap for overlap, _, _ in found]):
+            raise UserError(f"checkpoint is incomplete: the chunks of {self.name} overlap or leave gaps")
+        out = torch.empty(wanted.sizes, dtype=self.dtype)
+        for overlap, piece, tensor in found:
+            out[overlap.to_index(wanted.offsets)] = tensor.read(overlap.to_index(piece.offsets))
+        return out
+
+
+def _is_partition(wanted: TensorSlice, pieces: list[TensorSlice]) -> bool:
+    """True if every element of `wanted` is in exactly one of the pieces, which are parts of it."""
+    split_dims = {dim for piece in pieces for dim, size in enumerate(piece.sizes) if size != wanted.sizes[dim]}
+    if sum(piece.numel for piece in pieces) != wanted.numel:
+        return False
+    if len(split_dims) == 1:  # as ranks usually split tensors; this needs no mask of all elements
+        (dim,) = split_dims
+        starts = sorted((piece.offsets[dim], piece.sizes[dim]) for piece in pieces)
+        return all(start + size == stop for (start, size), (stop, _) in pairwise(starts))
+    is_covered = torch.zeros(wanted.sizes, dtype=torch.bool)
+    for piece in pieces:
+        is_covered[piece.to_index(wanted.offsets)] = True
+    return bool(is_covered.all())
 
 
 def check_sizes(values: Any) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ of every tensor and one of itself, so that every changed bit is detected. Other 
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -45,7 +45,6 @@ DTYPE_BY_CODE = {
 CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
 MAX_HEADER_BYTES = 100_000_000
 WRITE_CHUNK_BYTES = 2**22
-"""Bytes checksummed and written at a time: small enough to stay in the CPU cache."""
 CRC_PLACEHOLDER = "0" * 8
 """Stands for the header's checksum while that is computed."""
 
@@ -214,7 +213,7 @@ class CheckedTensor(LazyTensor):
         self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
         self.crc, self.problem, self.is_verified = crc, problem, False
 
-    def read(self, index: TensorIndex | None = None) -> Tensor:
+    def read_slice(self, index: TensorIndex) -> Tensor:
         if not self.is_verified:
             if f"{zlib.crc32(tensor_bytes(self.tensor.read())):08x}" != self.crc:
                 raise UserError(self.problem)
@@ -229,9 +228,7 @@ def stream_tensors(
     checksums = {spec.name: 0 for spec in specs}
     file.write(encode_checked_header(specs, checksums, metadata))
     for spec, tensor in zip(specs, tensors, strict=True):
-        view = tensor_bytes(tensor)
-        for start in range(0, len(view), WRITE_CHUNK_BYTES):
-            chunk = view[start : start + WRITE_CHUNK_BYTES]
+        for chunk in chunks(tensor_bytes(tensor)):
             checksums[spec.name] = zlib.crc32(chunk, checksums[spec.name])
             file.write(chunk)
     file.seek(0)
@@ -240,10 +237,14 @@ def stream_tensors(
 
 def write_tensor(file: BinaryIO, tensor: Tensor) -> int:
     """Write the bytes of a tensor, without a copy if it is contiguous. Returns their number."""
-    view = tensor_bytes(tensor)
-    for start in range(0, len(view), WRITE_CHUNK_BYTES):
-        file.write(view[start : start + WRITE_CHUNK_BYTES])
-    return len(view)
+    for chunk in chunks(tensor_bytes(tensor)):
+        file.write(chunk)
+    return tensor.nbytes
+
+
+def chunks(data: memoryview) -> Iterator[memoryview]:
+    """Parts of bytes that are checksummed and written at a time: small enough to stay in the CPU cache."""
+    return (data[start : start + WRITE_CHUNK_BYTES] for start in range(0, data.nbytes, WRITE_CHUNK_BYTES))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

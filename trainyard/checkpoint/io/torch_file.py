@@ -14,7 +14,8 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,8 +28,6 @@ from trainyard.checkpoint.io.pickle_allowlist import ALLOWED_GLOBALS, REFERENCE_
 from trainyard.checkpoint.io.pickle_vm import AllowedGlobal, StubObject, UnpickleRules, unpickle
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex
-
-__all__ = ["LazyTensor", "StubObject", "named_tensors", "open_torch_file"]
 
 _MAX_PICKLE_BYTES = 2**30
 """Maximum size of a pickle."""
@@ -48,7 +47,7 @@ def open_torch_file(path: Path, *, allow_stubs: bool = False, span: tuple[int, i
     An unknown class or function is refused. With `allow_stubs`, it becomes a StubObject with its name: for files that
     also hold foreign objects, such as Megatron's arguments. Foreign code never runs.
     """
-    try:
+    with one_line_errors(path, "a file of torch.save"):
         file = MappedFile(path)
         with _CappedFile(path, span) as stream:
             is_zip = stream.read(4) == b"PK\3\4"
@@ -56,13 +55,20 @@ def open_torch_file(path: Path, *, allow_stubs: bool = False, span: tuple[int, i
                 raise ValueError(f"bytes {span[0]} to {span[1]} are not one")
             read = _read_zip if is_zip else _read_legacy
             return read(file, stream, partial(_find_global, path, cache(partial(_tensor_info, path)), allow_stubs))
+
+
+@contextmanager
+def one_line_errors(path: Path, kind: str) -> Iterator[None]:
+    """Report in one line any error that a corrupt or hostile file causes, which should have been `kind`."""
+    try:
+        yield
     except UserError:
         raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from None
     except (*_DATA_ERRORS, *_ZIP_ERRORS) as error:
         reason = ascii(one_line(error))[1:-1][:200] or type(error).__name__
-        raise UserError(f"{path}: corrupt, or not a file of torch.save: {reason}") from None
+        raise UserError(f"{path}: corrupt, or not {kind}: {reason}") from None
 
 
 def named_tensors(state: Any) -> dict[str, LazyTensor]:
@@ -247,15 +253,15 @@ class _ReferencedTensor(LazyTensor):
     def exists(self) -> bool:
         return self._path.is_file()
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # an attribute that is computed when first used
-        return tuple(self._stored_info["shape"]) if self._stored_info else self._tensor.shape
+        return self._shape_and_dtype[0]
 
-    @cached_property
+    @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self._stored_info["dtype"] if self._stored_info else self._tensor.dtype
+        return self._shape_and_dtype[1]
 
-    def read(self, index: TensorIndex | None = None) -> Tensor:
+    def read_slice(self, index: TensorIndex) -> Tensor:
         tensor = self._tensor
         if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             raise UserError(
@@ -265,13 +271,13 @@ class _ReferencedTensor(LazyTensor):
         return tensor.read(index)
 
     @cached_property
-    def _stored_info(self) -> dict[Any, Any]:
-        """Shape and dtype from the reference itself or from the info file; empty if neither has them."""
+    def _shape_and_dtype(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """From the reference itself, from the info file or, if neither has them, from the tensor's file."""
         for info in (self._state, self._info().get(self._state["tid"])):
             shape, dtype = (info.get("shape"), info.get("dtype")) if isinstance(info, dict) else (None, None)
             if type(shape) is torch.Size and isinstance(dtype, torch.dtype):
-                return {"shape": shape, "dtype": dtype}
-        return {}
+                return tuple(shape), dtype
+        return self._tensor.shape, self._tensor.dtype
 
     @cached_property
     def _tensor(self) -> LazyTensor:

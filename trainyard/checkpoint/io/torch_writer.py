@@ -20,13 +20,12 @@ from torch import Tensor
 
 from trainyard.checkpoint.io.async_io import fsync_files
 from trainyard.checkpoint.io.pickle_allowlist import REBUILD_MODULE, REFERENCE_CLASSES, STORAGE_DTYPES
+from trainyard.checkpoint.io.safetensors_file import chunks
 from trainyard.core.atomic_files import atomic_file, fsync_directory
 
 _ALIGNMENT = 64
 _ZIP64_BYTES = 2**30
 """Records of at least this size use zip64 headers. The format requires them from 2 GiB."""
-_WRITE_CHUNK_BYTES = 2**22
-"""Bytes checksummed and written at a time, small enough to stay in the CPU cache."""
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
@@ -127,8 +126,8 @@ class _Archive:
         padding = -(start + 4) % _ALIGNMENT
         record.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
         with self._zip.open(record, "w", force_zip64=zip64) as file:
-            for start in range(0, data.nbytes, _WRITE_CHUNK_BYTES):
-                file.write(data[start : start + _WRITE_CHUNK_BYTES])
+            for chunk in chunks(data):
+                file.write(chunk)
 
 
 def _pickle_value(value: Any) -> bytes:

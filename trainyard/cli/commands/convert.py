@@ -13,7 +13,7 @@ import torch
 from typer import Argument, Option
 
 from trainyard import models
-from trainyard.checkpoint.compare_logits import compare_logits
+from trainyard.checkpoint.compare import compare_logits
 from trainyard.checkpoint.convert import (
     DTYPE_CHOICES,
     ConversionTarget,

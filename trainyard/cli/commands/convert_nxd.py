@@ -11,7 +11,7 @@ import typer
 
 from trainyard.checkpoint.convert import ConversionTarget, parse_bool
 from trainyard.checkpoint.formats.hf import hf_tensors
-from trainyard.checkpoint.formats.nxd.files import repack_nxd
+from trainyard.checkpoint.formats.nxd.rank_files import repack_nxd
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights

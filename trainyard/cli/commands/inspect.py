@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from trainyard import models
 from trainyard.checkpoint.convert import parse_layout
-from trainyard.checkpoint.formats.nxd.files import NxdWeights
+from trainyard.checkpoint.formats.nxd.rank_files import NxdWeights
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights, verify_checksums

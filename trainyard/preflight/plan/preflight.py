@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainyard.checkpoint.formats.hf import check_hf_export
 from trainyard.checkpoint.io.storage import open_storage
-from trainyard.checkpoint.registry import check_hf_export
 from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError

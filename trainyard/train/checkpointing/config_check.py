@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
+from trainyard.checkpoint.compare import first_model_difference
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.registry import first_model_difference
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.devices import Device

@@ -14,7 +14,7 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
-from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, CheckpointFormat, detect_format
+from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, detect_format
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import read_yaml
@@ -200,7 +200,7 @@ def _is_own_directory(location: str, config: Config) -> bool:
     return identity is not None and identity.name == config.log.name
 
 
-def _unusable_source(resume: str, format_name: CheckpointFormat | None) -> UserError:
+def _unusable_source(resume: str, format_name: str | None) -> UserError:
     problem, nearest = "no valid checkpoint", "auto, or none"
     if format_name:
         problem = f"{FORMAT_DESCRIPTIONS[format_name]}, without the optimizer's state"

@@ -11,16 +11,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from trainyard.checkpoint.formats.nxd.layout import (
-    FLAG_NAMES,
-    KvOrder,
-    NxdLayout,
-    NxdRank,
-    check_ep,
-    kv_slots,
-    padded_vocab,
-    valid_kv_multipliers,
-)
+from trainyard.checkpoint.formats.format import LayoutHints
+from trainyard.checkpoint.formats.nxd import layout as nxd
+from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, NxdRank, valid_kv_multipliers
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, NameStyle, NameTable
 from trainyard.checkpoint.formats.tensor_map import different_copies
 from trainyard.core.errors import UserError
@@ -29,8 +22,6 @@ from trainyard.families.moe import MoeConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the tensors in a file, or in a layer, by name."""
-LayoutHints = Mapping[str, Any]
-"""Fields of NxdLayout that the user specified."""
 MismatchedCopy = Callable[[NxdLayout, int], str | None]
 """Returns a tensor of this layer with a replica of a key or value head that, at this layout, differs from another."""
 
@@ -41,7 +32,7 @@ VOCAB_PADDING_PER_RANK = 128
 def infer_layout(model: DecoderConfig, ranks: Mapping[NxdRank, Shapes], hints: LayoutHints) -> NxdLayout:
     """Infer everything except the order of replicated heads. The caller adds the path to the errors."""
     pp, ep, tp = (max(of_kind) + 1 for of_kind in zip(*ranks, strict=True))
-    check_ep(model, ep)
+    nxd.check_ep(model, ep)
     first = ranks[NxdRank(0, 0, 0)]
     style = _infer_style(first)
     names = NAME_TABLES[style]
@@ -58,7 +49,7 @@ def infer_layout(model: DecoderConfig, ranks: Mapping[NxdRank, Shapes], hints: L
         value = getattr(layout, key)
         not_inferred = key in ("kv_order", "by_head") or (key == "vpp" and pp == 1)
         if hint != value and not not_inferred:
-            raise UserError(f"{FLAG_NAMES.get(key, key)}={hint} was given, but its files have {value}; omit it")
+            raise UserError(f"{nxd.FLAG_NAMES.get(key, key)}={hint} was given, but its files have {value}; omit it")
     return layout
 
 
@@ -69,7 +60,7 @@ def infer_kv_order(
     the user if it is not certain. The caller adds the path to the errors."""
     orders: tuple[KvOrder, ...] = ("trn1", "trn2")
     candidates = {order: replace(layout, kv_order=order) for order in orders}
-    slots = [[kv_slots(model, candidate, rank) for rank in range(layout.tp)] for candidate in candidates.values()]
+    slots = [[nxd.kv_slots(model, candidate, rank) for rank in range(layout.tp)] for candidate in candidates.values()]
     if slots[0] == slots[1]:  # one replica, or one head
         return candidates[hint or "trn1"], None
     if layout.kv_multiplier not in valid_kv_multipliers(model, candidates["trn2"]):
@@ -165,7 +156,7 @@ def _infer_vocab(model: DecoderConfig, layout: NxdLayout, shapes: Shapes) -> int
     if not 0 <= rows - model.vocab < VOCAB_PADDING_PER_RANK * layout.tp:
         size = f"{name} has {rows} rows on all ranks, the model has vocab={model.vocab}"
         raise UserError(f"does not fit the model: {size}")
-    return None if rows == padded_vocab(model, layout) else rows
+    return None if rows == nxd.padded_vocab(model, layout) else rows
 
 
 def _num_rows(shape: tuple[int, ...]) -> int:

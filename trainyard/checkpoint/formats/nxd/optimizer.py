@@ -5,39 +5,51 @@ the optimizer's files lack is names: parameters are numbered in the order of the
 put all parameters of a Llama model into one group (they look for the name LayerNorm, which does not occur); NeMo and
 transformers have a second group, without weight decay, for norms and biases. Both orders are tried against the stored
 shapes and, if there are master weights, against the weights themselves. State that fits neither order is refused.
+
+Files and tensors, in the order of the optimizer's parameters:
+
+    TAG/optim/dp_rank_00_tp_rank_00_pp_rank_00.pt    next to TAG/model; one per data-parallel rank with ZeRO-1
+    optim.dp_rank_00.tp_rank_00                      before NxD 0.7, next to the model's files
+
+ZeRO-1 pads the rows of each parameter with zeros to a multiple of the data-parallel size and gives each rank an equal
+range of rows.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from pathlib import Path
 
 import torch
 
+from trainyard.checkpoint.formats.format import LayoutHints
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
-from trainyard.checkpoint.formats.nxd.files import open_nxd
-from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints
-from trainyard.checkpoint.formats.nxd.layout import is_key_or_value, rank_tensors, require_nxd_model
+from trainyard.checkpoint.formats.nxd.layout import NxdRank, is_key_or_value, rank_tensors, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
-from trainyard.checkpoint.formats.nxd.optimizer_files import (
-    MASTER_WEIGHTS_KEY,
-    MOMENT_KEYS,
-    OptimizerShard,
-    RowShardedTensor,
-    find_optimizer,
-    read_optimizer_shard,
-    rows_per_file,
+from trainyard.checkpoint.formats.nxd.rank_files import (
+    CURRENT_FILE_NAME,
+    check_complete,
+    find_nxd,
+    find_rank_files,
+    open_nxd,
+    rank_name,
 )
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, TrainingState
-from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
-from trainyard.core.errors import UserError
+from trainyard.checkpoint.io.lazy_tensor import AssembledTensor, LazyTensor
+from trainyard.checkpoint.io.torch_file import open_torch_file
+from trainyard.core.errors import UserError, one_line
 from trainyard.core.quantities import counted
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.decoder import DecoderConfig
 from trainyard.models import ModelConfig
 
+OLD_OPTIMIZER_NAME = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)")
+MASTER_WEIGHTS_KEY = "sharded_master_weights"
+MOMENT_KEYS = {"first": "exp_avg", "second": "exp_avg_sq"}
+"""Names of the moments in the files, by kind of state."""
 NO_DECAY_NAME = re.compile("bias|norm")
 PARAM_ORDERS: dict[str, Callable[[list[str]], list[str]]] = {
     "the model's order": lambda names: names,
@@ -50,6 +62,94 @@ SAMPLE_ELEMENTS = 4096
 """Elements compared at each end of a parameter."""
 STEP_IN_TAG = re.compile(r"step[_=](\d+)")
 STEP_COUNTER_FILES = {"user_content.pt": ("total_steps", "global_step"), "scheduler.pt": ("last_epoch",)}
+
+
+def find_optimizer(path: Path) -> dict[NxdRank, tuple[Path, ...]] | None:
+    """Find the optimizer files of the checkpoint at `path` (any path that find_nxd accepts). None: it has none.
+
+    For each rank of the model, these are the files of its data-parallel ranks in order. With expert parallelism, files
+    are divided among the ranks in other ways: they are those that exist, and nothing reads them.
+    """
+    model = find_nxd(path)
+    if model is None:
+        return None
+    tag, old = model.root.parent, (OLD_OPTIMIZER_NAME,)
+    for folder, names in {tag / "optim": (CURRENT_FILE_NAME, *old), tag: old, model.root: old}.items():
+        if files := find_rank_files(folder, *names):
+            if any(rank.ep for rank in model.files):
+                return {rank: tuple(by_dp.values()) for rank, by_dp in files.items()}
+            return _complete_grid(folder, files, list(model.files))
+    if unknown := sorted(file.name for file in (tag / "optim").glob("*")):
+        raise UserError(
+            f"{tag / 'optim'}: has {unknown[0]}, but no dp_rank_00_tp_rank_00_pp_rank_00.pt; the output of "
+            "use_zero1_dcp and of nxd_convert_zero_checkpoints --convert_to_full is not supported"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """The content of one file, with parameters in the optimizer's order."""
+
+    path: Path
+    shapes: list[tuple[int, ...]]
+    """Shapes of the rank's full parameters, without padding."""
+    tensors: dict[str, list[LazyTensor]]
+    """This file's rows of the moments, and of the master weights ("weights") if they were saved."""
+    updates: int
+
+
+def read_optimizer_shard(path: Path) -> OptimizerShard:
+    state = open_torch_file(path, allow_stubs=True)
+    try:
+        ids = [param_id for group in state["param_groups"] for param_id in group["params"]]
+        states = state["base_state"] if "base_state" in state else state["state"]  # base_state: ZeRO-1
+        missing = [param_id for param_id in ids if param_id not in states]
+        if missing or not ids:
+            raise UserError(
+                f"{path}: holds no state for {len(missing)} of its {counted(len(ids), 'parameter')}; "
+                "it was saved before the first update, or some were frozen"
+            )
+        tensors = {kind: [states[param_id][key] for param_id in ids] for kind, key in MOMENT_KEYS.items()}
+        if MASTER_WEIGHTS_KEY in state:
+            tensors["weights"] = [state[MASTER_WEIGHTS_KEY][param_id] for param_id in ids]
+        if not all(isinstance(tensor, LazyTensor) for values in tensors.values() for tensor in values):
+            raise TypeError("a value is not a tensor")
+        shapes = [tensor.shape for tensor in tensors["first"]]
+        if "base_state" in state:
+            shapes = [tuple(state["shape_info"][param_id]) for param_id in ids]
+        step = states[ids[0]]["step"]  # a number, or a tensor in some optimizers
+        return OptimizerShard(path, shapes, tensors, int(step.read().item() if isinstance(step, LazyTensor) else step))
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = f"{type(error).__name__} {one_line(error)}"
+        raise UserError(f"{path}: not the state of an Adam optimizer as NxD saves it: {reason}") from None
+
+
+def join_rows(name: str, files: Sequence[LazyTensor], shape: tuple[int, ...]) -> LazyTensor:
+    """The tensor whose rows are distributed over several files in equal numbers; rows beyond `shape` are padding."""
+    full, rows = TensorSlice.full(name, shape), rows_per_file(shape, len(files))
+    starts = (min(i * rows, shape[0]) for i in range(len(files)))
+    pieces = [full.narrow(0, start, min(start + rows, shape[0])) for start in starts]
+    dtype = reduce(torch.promote_types, (file.dtype for file in files))
+    return AssembledTensor(name, shape, dtype, list(zip(pieces, files, strict=True)))
+
+
+def rows_per_file(shape: tuple[int, ...], files: int) -> int:
+    return -(-shape[0] // files)
+
+
+def _complete_grid(
+    folder: Path, files: dict[NxdRank, dict[int, Path]], ranks: list[NxdRank]
+) -> dict[NxdRank, tuple[Path, ...]]:
+    """The files in rank order. Refuses missing files and files of ranks that the model does not have."""
+    if extra := sorted(set(files) - set(ranks)):
+        raise UserError(f"{folder}: has {rank_name(extra[0], extra[0].ep + 1)}, which the model's files do not have")
+    dp = max(max(by_dp) for by_dp in files.values()) + 1
+    exists = {f"dp_rank_{d:02d}_{rank_name(rank, 1)}": d in files.get(rank, {}) for rank in ranks for d in range(dp)}
+    check_complete(folder, "files", exists)
+    return {rank: tuple(files[rank][d] for d in range(dp)) for rank in ranks}
 
 
 def open_nxd_state(path: Path, model: ModelConfig, hints: LayoutHints | None = None) -> TrainingState:
@@ -158,7 +258,7 @@ def _merge_shards(shards: Sequence[OptimizerShard], kind: str, names: list[str])
                     f"{list(expected)}, for {list(full_shape)} sharded over {counted(len(shards), 'file')}; "
                     "rows are missing, or it belongs to another checkpoint"
                 )
-        out[name] = RowShardedTensor([shard.tensors[kind][i] for shard in shards], full_shape)
+        out[name] = join_rows(name, [shard.tensors[kind][i] for shard in shards], full_shape)
     return out
 
 

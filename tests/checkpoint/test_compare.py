@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support import configs
 from trainyard import models
-from trainyard.checkpoint.compare_logits import compare_logits
+from trainyard.checkpoint.compare import compare_logits
 from trainyard.checkpoint.formats.tensor_map import local_values, unfused_tensors
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import layer_index

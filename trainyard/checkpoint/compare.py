@@ -1,21 +1,39 @@
-"""Compares two checkpoints by the logits of their models on the same tokens.
+"""Compares two checkpoints: by the keys of their models, bit for bit, or by the logits on the same tokens.
 
-The weights of a block are read just before the block runs and dropped after it, so that models larger than memory can
-be compared.
+Tensors are compared one at a time. For logits, the weights of a block are read just before the block runs and dropped
+after it. So models larger than memory can be compared.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import WeightSource, local_values
+from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, local_values, unfused_tensors
 from trainyard.core.counter_rng import key64, normal_slice
 from trainyard.families.blueprint import layer_index
 from trainyard.models.output import ModelOutput
 
+TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
+"""Keys of the model section that matter to training only, besides dropout and fused matrices."""
 NUM_TOKENS = 64
+
+
+def first_difference(source: TrainingState, target: TrainingState, dtype: torch.dtype | None) -> str | None:
+    """The name of the first tensor of the source that the target does not hold bit for bit, rounded to `dtype`.
+
+    Without `dtype`, the target may have a wider one, which holds the same values.
+    """
+    for kind in source.dtypes:
+        for name, tensor in unfused_tensors(source.model).items():
+            a, b = (state.readers[kind](tensor) for state in (source, target))
+            expected = dtype or torch.promote_types(a.dtype, b.dtype)
+            a, b = a.to(expected).contiguous(), b.contiguous()
+            if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                return name if kind == "weights" else f"{kind} of {name}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -79,3 +97,21 @@ def _logits(weights: WeightSource, tokens: Tensor) -> Tensor:
     assert isinstance(output, ModelOutput)
     logits = [output.logits(), *([] if output.next_sentence is None else [output.next_sentence])]
     return torch.cat([head_logits.flatten() for head_logits in logits])
+
+
+def first_model_difference(model_a: models.ModelConfig, model_b: models.ModelConfig) -> tuple[str, Any, Any] | None:
+    """The first key that makes two models differ in weights or logits, and its two values.
+
+    Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices, balance of
+    experts), or to text only (special tokens), do not count.
+    """
+    a, b = (
+        {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
+        | {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}
+        for model in (model_a, model_b)
+    )
+    for key in a | b:
+        ignored = key.endswith(("dropout", "_token_id")) or key.startswith("fuse") or key in TRAINING_KEYS
+        if not ignored and a.get(key) != b.get(key):
+            return key, a.get(key), b.get(key)
+    return None

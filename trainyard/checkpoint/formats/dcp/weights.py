@@ -1,47 +1,104 @@
 """Reads and writes directories of torch.distributed.checkpoint (DCP), such as torchtitan's.
 
 A directory may hold more than the model (optimizer, data loader); its weights may be at the top level or under a
-prefix such as `model.`. It stores no model configuration.
+prefix such as `model.`. It stores no model configuration. Tensors have the names of Hugging Face, or torchtitan's.
+
+torchtitan rotates neighboring elements of a query or key, Hugging Face an element of the first half with one of the
+second. The rows of these matrices are in another order accordingly.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from trainyard import models
 from trainyard.checkpoint.formats import hf
-from trainyard.checkpoint.formats.dcp.metadata import METADATA_FILE, DcpTensor, read_dcp_tensors
-from trainyard.checkpoint.formats.dcp.names import (
-    ROTATED_NAME,
-    DcpNames,
-    RotaryRows,
-    dcp_tensors,
-    earlier_name,
-    torchtitan_rows,
-)
+from trainyard.checkpoint.formats.dcp.metadata import METADATA_FILE, read_dcp_tensors
+from trainyard.checkpoint.formats.format import CheckpointFormat, FormatWriter, WriteOptions
 from trainyard.checkpoint.formats.tensor_map import (
     ShardedWeights,
     StoredTensor,
     WeightSource,
     assemble,
+    check_all_stored,
     check_tensors,
     find_mismatched_copy,
+    unfused_tensors,
 )
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
-from trainyard.checkpoint.io.lazy_tensor import LazyTensor
+from trainyard.checkpoint.io.lazy_tensor import AssembledTensor, LazyTensor
 from trainyard.compat.checkpoint import DcpPlace, encode_dcp_metadata
 from trainyard.core.atomic_files import atomic_directory, atomic_file
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.core.tensor_slice import TensorIndex
 
+DcpNames = Literal["hf", "torchtitan", "torchtitan-0.2"]
+EARLIER_NAMES = ((re.compile(r"\.qkv_linear\."), "."), (re.compile(r"^lm_head\b"), "output"))
+"""What differs in the names of torchtitan up to 0.2."""
+ROTATED_NAME = re.compile(r"layers\.\d+\.attention\.(qkv_linear\.)?w[qk]\.weight")
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
 MAX_FILE_BYTES = 5 * 10**9
 """Size at which the next file begins. A tensor is never split."""
+
+
+def dcp_tensors(model: models.ModelConfig, names: DcpNames) -> tuple[StoredTensor, ...]:
+    """Every tensor of a state dict with these names, tied ones included: dcp.load asks for them."""
+    if names == "hf":
+        tensors = hf.stored_tensors(model)
+        by_name = {stored.name: stored for stored in tensors}
+        tied = models.family_of(model).hf.names(model).tied
+        return *tensors, *(rename(by_name[original], copy) for copy, original in tied.items())
+    table = models.family_of(model).torchtitan_names
+    if table is None:
+        raise UserError(f"--layout names={names}: no names of torchtitan for {model.family}; nearest: names=hf")
+    unfused, out = unfused_tensors(model), []
+    has_tied_head = models.family_of(model).blueprint(model).tied_head is not None
+    for ours, theirs in table.items():
+        for layer in range(model.layers if "*" in ours else 1):
+            name, torchtitan_name = (f"{text.replace('*', str(layer))}.weight" for text in (ours, theirs))
+            if name == "output.weight" and has_tied_head:
+                name = "embedding.weight"
+            out.append(StoredTensor(torchtitan_name, 0, (unfused[name],)))
+    check_all_stored(model, out, "torchtitan's names")
+    return tuple(out) if names == "torchtitan" else tuple(rename(stored, earlier_name(stored.name)) for stored in out)
+
+
+def rename(stored: StoredTensor, name: str) -> StoredTensor:
+    return replace(stored, name=name)
+
+
+def earlier_name(name: str) -> str:
+    """The name of the same tensor in torchtitan 0.2."""
+    for pattern, text in EARLIER_NAMES:
+        name = pattern.sub(text, name)
+    return name
+
+
+class RotaryRows(LazyTensor):
+    """A query or key matrix of torchtitan, with its rows in Hugging Face's order."""
+
+    def __init__(self, tensor: LazyTensor, head_size: int) -> None:
+        self._tensor, self._head_size, self.shape, self.dtype = tensor, head_size, tensor.shape, tensor.dtype
+
+    def read_slice(self, index: TensorIndex) -> Tensor:
+        rows, *columns = index
+        first, size = rows.start // self._head_size * self._head_size, self._head_size
+        stop = -(-rows.stop // size) * size
+        heads = self._tensor.read((slice(first, stop), *columns))
+        heads = heads.reshape(-1, size // 2, 2, heads.shape[1]).transpose(1, 2).reshape(heads.shape)
+        return heads[rows.start - first : rows.stop - first]
+
+
+def torchtitan_rows(tensor: Tensor, head_size: int) -> Tensor:
+    """A query or key matrix in Hugging Face's order, with its rows in torchtitan's order."""
+    return tensor.view(-1, 2, head_size // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
 
 
 def find_dcp(path: str | Path) -> Path | None:
@@ -81,7 +138,7 @@ def open_dcp(path: str | Path, model: models.ModelConfig) -> ShardedWeights:
 
 
 def _select_model(
-    tensors: Mapping[str, DcpTensor], prefix: str, expected: Iterable[str]
+    tensors: Mapping[str, AssembledTensor], prefix: str, expected: Iterable[str]
 ) -> tuple[dict[str, LazyTensor], list[str]]:
     """The tensors of the model, without the prefix of their names, and a note that names what else there is."""
     modules = {name.partition(".")[0] for name in (*expected, *map(earlier_name, expected))}
@@ -160,3 +217,23 @@ def _assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | 
         tensor = torchtitan_rows(tensor, weights.model.head_size)
     # torch.save writes the whole storage that a tensor is a view of.
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _write(directory: Path, weights: WeightSource, options: WriteOptions) -> None:
+    names = options.layout.get("names", "hf")
+    write_dcp(directory, weights, names, options.dtype, options.progress, options.write_extra_files)
+
+
+FORMAT = CheckpointFormat(
+    "dcp",
+    "a checkpoint of torch.distributed.checkpoint",
+    find_dcp,
+    lambda path, model, hints: open_dcp(path, model),
+    stores_model=False,
+    writer=FormatWriter(
+        lambda model, layout: dcp_tensors(model, layout.get("names", "hf")),
+        _write,
+        {"names": get_args(DcpNames)},
+        layout_example="names=torchtitan",
+    ),
+)

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import torch
 
+from trainyard.checkpoint.formats.format import LayoutHints, ProgressCallback
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
-from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints, infer_kv_order, infer_layout
+from trainyard.checkpoint.formats.nxd.infer_layout import infer_kv_order, infer_layout
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout, NxdRank, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, is_expert_tensor
 from trainyard.checkpoint.formats.tensor_map import (
@@ -37,8 +38,9 @@ from trainyard.checkpoint.formats.tensor_map import (
     find_mismatched_copy,
 )
 from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch, run_parallel
+from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.checkpoint.io.storage import resolve_new_directory
-from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_torch_file
+from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
 from trainyard.core.atomic_files import atomic_directory, atomic_write_text, fsync_directory
 from trainyard.core.errors import UserError
@@ -48,8 +50,6 @@ CURRENT_FILE_NAME = re.compile(
     r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt"
 )
 OLD_FILE_NAME = re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")
-ProgressCallback = Callable[[int], None]
-"""Called with the bytes of each tensor that was written."""
 
 
 @dataclass(frozen=True)
