@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainyard.core.user_cache import user_cache
-from trainyard.data.remote import remote_path
+from trainyard.data.loading import data_files
 from trainyard.devices.neuron.device import neff_cache_dir
 from trainyard.remote.caches import file_cache
 from trainyard.train.compile import inductor_cache
@@ -16,7 +16,7 @@ CACHES: list[Callable[[], Path]] = [
     neff_cache_dir,
     inductor_cache.cache_root,
     file_cache.cache_root,
-    remote_path.default_directory,
+    data_files.default_directory,
 ]
 
 

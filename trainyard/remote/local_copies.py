@@ -5,7 +5,7 @@ same version.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainyard.core.errors import UserError
@@ -178,14 +178,13 @@ def _existing(base: str, names: Sequence[str]) -> list[RemoteFile]:
 
 
 def _local_input(pattern: str, on_bytes: OnBytes) -> list[str]:
+    if not is_url(pattern):
+        return [pattern]
     if location := parse_hub_location(pattern):
         return [str(path) for path in hub_cache.cached_paths(location, on_bytes)]
-    list_files: Callable[[], list[RemoteFile]]
-    if is_web_url(pattern):
-        list_files = lambda: [_required(pattern)]  # noqa: E731
-    elif is_url(pattern):
-        list_files = lambda: list_stored_files(pattern)  # noqa: E731
-    else:
-        return [pattern]
+
+    def list_files() -> list[RemoteFile]:
+        return [_required(pattern)] if is_web_url(pattern) else list_stored_files(pattern)
+
     directory = cached_directory(pattern, list_files, on_bytes)
     return [str(path) for path in sorted(directory.rglob("*")) if path.is_file()]

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,6 +52,10 @@ def endpoint() -> str:
 
 def is_url(text: str) -> bool:
     return "://" in text and not text.startswith("file://")
+
+
+def has_urls(paths: Iterable[str]) -> bool:
+    return any(is_url(path) for path in paths)
 
 
 def is_web_url(text: str) -> bool:

@@ -34,8 +34,9 @@ from trainyard.config.load import parse
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.fingerprint import fingerprint_files
-from trainyard.data.remote import chunk_cache, object_store
-from trainyard.data.remote.chunk_cache import Chunk, open_cache
+from trainyard.remote import object_store
+from trainyard.remote.chunks import chunk_cache
+from trainyard.remote.chunks.chunk_cache import Chunk, open_cache
 
 ROOT = Path(__file__).parents[3]
 
@@ -133,10 +134,11 @@ def test_object_that_changed_between_runs_is_read_again_and_has_another_fingerpr
 READ_ALL = """
 import sys, json
 from tests.data.remote.stored_data import make_config, read_batches
-from trainyard.data.remote import remote_file, remote_path
-for module in (remote_file, remote_path):
+from trainyard.data.loading import data_files
+from trainyard.remote.chunks import cached_file, remote_path
+for module in (cached_file, remote_path):
     module.LARGE_CHUNK_BYTES, module.SMALL_CHUNK_BYTES = 4096, 1024
-remote_path.GIB = 1 << 20
+data_files.GIB = 1 << 20
 import torch
 data, rank = json.loads(sys.argv[1]), int(sys.argv[2])
 batches = list(read_batches(make_config(data), samples=slice(rank * 4, rank * 4 + 4)))

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,6 +18,8 @@ MAX_WAIT_S = 120.0
 """Most seconds to wait because a server asks for it."""
 REPORTED_WAIT_S = 5.0
 """Waits of this many seconds are reported."""
+process_ends = threading.Event()
+"""Set when the process ends: whoever waits then gives up."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 

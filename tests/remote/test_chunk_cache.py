@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from trainyard.core.errors import UserError
-from trainyard.data.remote.chunk_cache import Chunk, ChunkCache, open_cache
-from trainyard.data.remote.chunk_reader import ChunkReader
-from trainyard.data.remote.object_store import ObjectStore
-from trainyard.data.remote.remote_file import CachedFile
+from trainyard.remote.chunks.cached_file import CachedFile
+from trainyard.remote.chunks.chunk_cache import Chunk, ChunkCache, open_cache
+from trainyard.remote.chunks.chunk_reader import ChunkReader
+from trainyard.remote.object_store import ObjectStore
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
 from trainyard.core.errors import RunStopped, UserError, one_line
-from trainyard.data.remote.fetch_pool import process_ends
 from trainyard.remote.sources.object_store import CREDENTIAL_ERRORS, open_filesystem
+from trainyard.remote.sources.retry import process_ends
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,21 +1,15 @@
 """Paths of remote objects, with the part of pathlib's interface that readers of data files use."""
 
 import io
-import os
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import total_ordering
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from trainyard.config.data_schema import DataSection
-from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
-from trainyard.core.user_cache import user_cache
-from trainyard.data.remote.chunk_cache import ChunkCache, open_cache
-from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, root_of
-from trainyard.data.remote.remote_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, CachedFile
-from trainyard.remote.location import is_url
+from trainyard.remote.chunks.cached_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, CachedFile
+from trainyard.remote.chunks.chunk_cache import ChunkCache
+from trainyard.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, root_of
 
 
 class RemoteFiles:
@@ -154,21 +148,3 @@ class RemotePath:
 
 
 DataPath = Path | RemotePath
-
-
-def default_directory() -> Path:
-    """A directory of this user: in the cache of the home directory, or else among temporary files."""
-    directory = user_cache("data")
-    home = directory.parents[1]
-    if not os.access(home if home.exists() else home.parent, os.W_OK):
-        return Path(tempfile.gettempdir()) / f"trainyard-{os.getuid()}" / "trainyard" / "data"
-    return directory
-
-
-def open_files(data: DataSection) -> RemoteFiles:
-    directory = Path(data.cache.directory) if data.cache.directory else default_directory()
-    return RemoteFiles(open_cache(directory, int(data.cache.gib * GIB)))
-
-
-def has_urls(paths: Iterable[str]) -> bool:
-    return any(is_url(path) for path in paths)
