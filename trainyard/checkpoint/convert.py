@@ -20,7 +20,6 @@ from trainyard.checkpoint.formats.nxd.files import ProgressCallback, write_nxd
 from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NameStyle, QkvKind
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, unfused_tensors
-from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.writer import checkpoint_bytes, weights_only_state, write_checkpoint
 from trainyard.checkpoint.registry import OpenedCheckpoint, check_hf_export, find_tokenizer_files, read_model_files
@@ -32,6 +31,7 @@ from trainyard.core.errors import UserError
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.parallel.layout import Layout
+from trainyard.remote.storage import resolve_new_directory
 
 TargetFormat = Literal["hf", "nxd", "native", "dcp"]
 DTYPE_CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

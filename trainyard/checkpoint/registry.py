@@ -17,7 +17,6 @@ from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
 from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
 from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, ZeroRouterBias
-from trainyard.checkpoint.io.storage import LocalStorage, Storage, open_storage
 from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from trainyard.checkpoint.native.file_names import COMMIT_FILE, step_directory
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf, read_hf, to_hf
 from trainyard.remote.local_copies import is_remote_model, local_weights
+from trainyard.remote.storage import LocalStorage, Storage, open_storage
 
 TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
 """Keys of the model section that matter to training only, besides dropout and fused matrices."""

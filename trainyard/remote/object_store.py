@@ -1,39 +1,29 @@
-"""Objects behind fsspec URLs (s3://, gs://, https://, hf://, ...): listings, versions, and byte ranges with retries.
+"""The client of object stores: S3 and the others that fsspec knows, with the credentials of its environment.
 
-A store that is slow or fails costs time: requests are repeated with growing pauses until a limit. An object that is not
-the version that was listed is an error; its bytes are never returned.
+Every method makes one attempt and raises the errors of the store's library. `fault_of` tells what they mean, the same
+for all callers; `translate_error` makes the one line for the user, which depends on what was to be done.
 """
 
-import logging
-import random
-import time
-from collections.abc import Callable
+import re
 from datetime import datetime
-from typing import Any, NamedTuple, TypeVar
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
-from trainyard.core.errors import RunStopped, UserError, one_line
-from trainyard.remote.sources.object_store import CREDENTIAL_ERRORS, open_filesystem
-from trainyard.remote.sources.retry import process_ends
+from trainyard.core.errors import UserError, one_line
+from trainyard.remote.credentials import redact
+from trainyard.remote.sources.remote_file import SourceChanged
+from trainyard.remote.sources.retry import TransferError
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-LIST_LIMIT_S = 60.0
-"""Seconds of retries until a listing fails. That is before the first step: a wrong address should not take long."""
-READ_LIMIT_S = 600.0
-"""Seconds of retries until a read fails. Other ranks wait in a collective meanwhile, for up to half an hour."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
 S3_PROTOCOLS = ("s3", "s3a")
-S3_CLIENT = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}, "max_pool_connections": 32}
-"""Settings of botocore, whose own retries would multiply with those of this module."""
+CREDENTIAL_ERRORS = ("NoCredentialsError", "ProfileNotFound", "InvalidConfigError", "PartialCredentialsError")
+"""Of botocore, which is not always installed."""
+UNRETRIED_S3 = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}, "max_pool_connections": 32}
+"""Settings of botocore without its own retries."""
 VERSION_KEYS = ("ETag", "etag", "content_md5", "md5Hash", "sha256", "blob_id", "oid", "generation", "Last-Modified")
 """Entries of fsspec's `info` that change with the contents, the best first."""
 TIME_KEYS = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 GLOB_CHARACTERS = "*?["
-
-
-class ObjectChanged(UserError):
-    """The object is not the version that the run began with."""
+HUB_COMMIT = re.compile(r"@[0-9a-f]{40}/")
 
 
 class StoredObject(NamedTuple):
@@ -45,66 +35,95 @@ class StoredObject(NamedTuple):
     """ETag, or what the store has instead; empty if it has nothing."""
 
 
+class Fault(Enum):
+    """What the error of a store means for the object that was asked for."""
+
+    MISSING = auto()
+    CHANGED = auto()
+    DENIED = auto()
+    NO_CREDENTIALS = auto()
+    REFUSED = auto()
+    PASSING = auto()
+    """Another attempt may succeed."""
+
+
+Messages = dict[Fault, str]
+"""What to tell the user of each fault, with {} for the reason. Faults without a message count as passing."""
+
+
 class ObjectStore:
     """The objects of a bucket or host."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, is_retried: bool = False, **options: Any) -> None:
+        """`is_retried`: the caller repeats requests, so the retries of S3's library, which would multiply with them,
+        are off."""
         import fsspec
 
         self.protocol = url.partition("://")[0]
-        options: dict[str, Any] = {}
         self.is_s3 = self.protocol in S3_PROTOCOLS
-        if self.is_s3:
-            configured = fsspec.config.conf.get(self.protocol, {}).get("config_kwargs", {})
-            options = {"config_kwargs": {**S3_CLIENT, **configured}}
-        self.filesystem, _ = open_filesystem(url, **options)
         self.is_http = self.protocol in ("http", "https")
-        self.hub_commits: dict[str, str] = {}
-        """hf://: the commit that is read of each repository, since branches move."""
+        if self.is_s3 and is_retried:
+            configured = fsspec.config.conf.get(self.protocol, {}).get("config_kwargs", {})
+            options["config_kwargs"] = {**UNRETRIED_S3, **configured}
+        try:
+            self.filesystem, path = fsspec.core.url_to_fs(url, **options)
+        except ImportError as error:
+            fix = "pip install 'trainyard[s3]'" if self.is_s3 else one_line(error)
+            raise UserError(f"{redact(url)}: {self.protocol}:// needs a package that is not installed: {fix}") from None
+        except ValueError as error:
+            raise UserError(f"{redact(url)}: {redact(one_line(error))}") from None
+        self.path: str = path.rstrip("/")
+        """The path of `url` in the file system."""
 
-    def find(self, url: str) -> StoredObject | None:
-        """The object of this URL, as it is now; None if there is none."""
-        path = self._path(url)
-        info = self._retry(url, lambda: self._fresh_info(path))
-        return self._stored(url, info) if info and info["type"] == "file" else None
+    def info(self, path: str) -> dict[str, Any] | None:
+        """What the store has at a path now; None if there is nothing."""
+        self.filesystem.invalidate_cache()
+        try:
+            return dict(self.filesystem.info(path))
+        except FileNotFoundError as error:
+            status = http_status(error)
+            if status in (401, 403):  # fsspec's HTTP calls every failure FileNotFoundError
+                raise PermissionError(f"HTTP status {status}") from None
+            if status and (status == 429 or status >= 500):
+                raise OSError(f"HTTP status {status}") from None
+            if self.is_http and status is None and error.__cause__ is not None:
+                raise OSError(one_line(error.__cause__)) from None
+            return None
 
-    def match(self, pattern: str) -> list[StoredObject]:
-        """The objects that match a glob, sorted by name; for a name without `*`, those below that prefix."""
-        if self.is_http:
-            return []  # has no listings
-        path = self._path(pattern)
-        is_glob = any(character in path for character in GLOB_CHARACTERS)
+    def list_files(self, path: str) -> dict[str, dict[str, Any]]:
+        """Paths and infos of all files below a path, or of those that match a glob; empty if there are none."""
+        self.filesystem.invalidate_cache()
+        find = self.filesystem.glob if has_glob(path) else self.filesystem.find
+        try:
+            found: dict[str, dict[str, Any]] = find(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {name: info for name, info in found.items() if info["type"] == "file" and not name.endswith("/")}
 
-        def list_objects() -> dict[str, Any]:
-            self.filesystem.invalidate_cache()
-            try:
-                found = self.filesystem.glob(path, detail=True) if is_glob else self.filesystem.find(path, detail=True)
-            except FileNotFoundError:
-                return {}
-            return dict(found)
-
-        found = self._retry(pattern, list_objects)
-        names = sorted(name for name, info in found.items() if info["type"] == "file")
-        return [self._stored(self._url(pattern, name), found[name]) for name in names]
+    def stored(self, url: str, info: dict[str, Any]) -> StoredObject:
+        """The object that `info` describes, in its present version."""
+        version = next((info[key] for key in (*VERSION_KEYS, *TIME_KEYS) if info.get(key)), "")
+        if isinstance(version, datetime):  # some file systems list a number and tell a date
+            version = version.timestamp()
+        if info.get("size") is None:
+            raise UserError(f"{url}: the server does not tell its size; copy the file to this host")
+        return StoredObject(url, str(info["name"]), int(info["size"]), str(version))
 
     def read(self, stored: StoredObject, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` (exclusive) of this version of the object."""
-        return self._retry(stored.url, lambda: self._read_once(stored, start, stop), is_read=True)
-
-    def _read_once(self, stored: StoredObject, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` (exclusive) of this version of an object. Raises SourceChanged for any other."""
         data, is_checked = self._get(stored, start, stop)
         if len(data) != stop - start:
             if len(data) == stored.size:
                 raise UserError(f"{stored.url}: the server ignores byte ranges; copy the file to this host")
             raise OSError(f"{len(data):,} bytes instead of {stop - start:,}")
         if not is_checked:
-            info = self._fresh_info(stored.path)
-            if info is None or self._stored(stored.url, info)[2:] != stored[2:]:
-                raise ObjectChanged(changed_message(stored.url))
+            info = self.info(stored.path)
+            if info is None or self.stored(stored.url, info)[2:] != stored[2:]:
+                raise SourceChanged(f"{stored.url}: it has changed")
         return data
 
     def _get(self, stored: StoredObject, start: int, stop: int) -> tuple[bytes, bool]:
-        """The bytes, and whether the server has compared the version."""
+        """The bytes, and whether they are certainly those of this version."""
         if self.is_s3 and stored.version:
             from fsspec.asyn import sync
 
@@ -116,110 +135,44 @@ class ObjectStore:
             return sync(self.filesystem.loop, response["Body"].read), True
         is_strong = stored.version.startswith('"')
         headers = {"headers": {"If-Match": stored.version}} if self.is_http and is_strong else {}
-        is_fixed = any(f"@{commit}/" in stored.path for commit in self.hub_commits.values())
         data = bytes(self.filesystem.cat_file(stored.path, start=start, end=stop, **headers))
-        return data, is_fixed or bool(headers)
-
-    def _fresh_info(self, path: str) -> dict[str, Any] | None:
-        self.filesystem.invalidate_cache()
-        try:
-            return dict(self.filesystem.info(path))
-        except FileNotFoundError as error:
-            status = _http_status(error)
-            if status in (401, 403):  # fsspec's HTTP calls every failure FileNotFoundError
-                raise PermissionError(f"HTTP status {status}") from None
-            if status and (status == 429 or status >= 500):
-                raise OSError(f"HTTP status {status}") from None
-            if self.is_http and status is None and error.__cause__ is not None:
-                raise OSError(one_line(error.__cause__)) from None
-            return None
-
-    def _stored(self, url: str, info: dict[str, Any]) -> StoredObject:
-        version = next((info[key] for key in (*VERSION_KEYS, *TIME_KEYS) if info.get(key)), "")
-        if isinstance(version, datetime):  # some file systems list a number and tell a date
-            version = version.timestamp()
-        if info.get("size") is None:
-            raise UserError(f"{url}: the server does not tell its size; copy the file to this host")
-        return StoredObject(url, str(info["name"]), int(info["size"]), str(version))
-
-    def _path(self, url: str) -> str:
-        path = str(self.filesystem._strip_protocol(url)).rstrip("/")
-        return path if self.protocol != "hf" else self._retry(url, lambda: self._hub_path(path))
-
-    def _url(self, pattern: str, path: str) -> str:
-        """The URL of a path that was found under another URL, whose first part it shares."""
-        for commit in self.hub_commits.values():
-            path = path.replace(f"@{commit}/", "/")
-        return f"{root_of(pattern)}/{path.lstrip('/').partition('/')[2]}"
-
-    def _hub_path(self, path: str) -> str:
-        """The path with the commit that its branch or tag is at when this process first asks."""
-        from huggingface_hub import HfApi
-
-        resolved = self.filesystem.resolve_path(path)
-        if not hasattr(resolved, "revision"):  # a bucket
-            return path
-        name = f"{resolved.repo_type}/{resolved.repo_id}@{resolved.revision}"
-        if name not in self.hub_commits:
-            api = HfApi(endpoint=self.filesystem.endpoint, token=self.filesystem.token)
-            info = api.repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision)
-            self.hub_commits[name] = str(info.sha)
-        kind = "" if resolved.repo_type == "model" else f"{resolved.repo_type}s/"
-        return f"{kind}{resolved.repo_id}@{self.hub_commits[name]}/{resolved.path_in_repo}".rstrip("/")
-
-    def _retry(self, url: str, request: Callable[[], T], is_read: bool = False) -> T:
-        limit_s = READ_LIMIT_S if is_read else LIST_LIMIT_S
-        start = time.monotonic()
-        pause = FIRST_PAUSE_S
-        warn_after = 2.0
-        while True:
-            try:
-                return request()
-            except UserError:
-                raise
-            except Exception as error:
-                if permanent := _permanent_error(url, error):
-                    raise permanent from None
-                waited = time.monotonic() - start
-                reason = f"{type(error).__name__}: {one_line(error)}"
-                if waited + pause > limit_s:
-                    raise (RunStopped if is_read else UserError)(
-                        f"{url}: the store has not answered for {waited:.0f} s: {reason}"
-                    ) from None
-                if waited >= warn_after:
-                    logger.warning("%s: trying again since %.0f s, for up to %.0f: %s", url, waited, limit_s, reason)
-                    warn_after = waited * 3
-                if process_ends.wait(pause * random.uniform(0.5, 1.0)):  # ranks do not repeat at the same time
-                    raise RunStopped(f"{url}: not read: the process ends") from None
-                pause = min(2 * pause, MAX_PAUSE_S)
+        is_commit = self.protocol == "hf" and HUB_COMMIT.search(stored.path) is not None
+        return data, is_commit or bool(headers)
 
 
-def root_of(url: str) -> str:
-    """Protocol and first part (bucket or host) of a URL."""
-    return "/".join(url.split("/")[:3])
+def has_glob(path: str) -> bool:
+    return any(character in path for character in GLOB_CHARACTERS)
 
 
-def changed_message(url: str) -> str:
-    return f"{url}: changed since the run began; restore that version, or start the run again"
-
-
-def _permanent_error(url: str, error: Exception) -> UserError | None:
-    """The error to report if the request would fail again."""
-    status = _http_status(error)
-    if status in (412, 416):
-        return ObjectChanged(changed_message(url))
+def fault_of(error: Exception) -> Fault:
+    status = http_status(error)
+    if isinstance(error, SourceChanged) or status in (412, 416):
+        return Fault.CHANGED
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return ObjectChanged(f"{url}: no such object any more; restore it")
-    credentials = type(error).__name__ in CREDENTIAL_ERRORS
-    if isinstance(error, PermissionError) or credentials or status in (401, 403):
-        return UserError(f"{url}: no access with the credentials of this environment: {one_line(error)}")
+        return Fault.MISSING
+    if type(error).__name__ in CREDENTIAL_ERRORS:
+        return Fault.NO_CREDENTIALS
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return Fault.DENIED
     is_invalid = isinstance(error, OSError) and error.errno == 22 and status is None  # s3fs drops the status of a HEAD
     if is_invalid or (status is not None and 400 <= status < 500 and status not in (408, 409, 425, 429)):
-        return UserError(f"{url}: the store refuses the request: {one_line(error)}")
-    return None
+        return Fault.REFUSED
+    return Fault.PASSING
 
 
-def _http_status(error: BaseException | None) -> int | None:
+def translate_error(error: Exception, label: str, messages: Messages) -> Exception:
+    """The error to raise in place of one of a store's library: TransferError if another attempt may succeed."""
+    if isinstance(error, UserError | TransferError):
+        return error
+    fault, reason = fault_of(error), redact(one_line(error))
+    if fault in messages:
+        return UserError(f"{label}: {messages[fault].format(reason)}")
+    if fault is Fault.CHANGED:
+        return SourceChanged(f"{label}: it has changed")
+    return TransferError(f"{label}: {type(error).__name__}: {reason}")
+
+
+def http_status(error: BaseException | None) -> int | None:
     """The status of the answer, from the exceptions of botocore, aiohttp, requests and httpx."""
     while error is not None:
         response = getattr(error, "response", None)

@@ -1,7 +1,5 @@
 """The files that data.paths names, on this host or behind URLs."""
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,12 +39,7 @@ def remote_files(data: DataSection, refresh: bool = False) -> RemoteFiles | None
 
 
 def default_directory() -> Path:
-    """A directory of this user: in the cache of the home directory, or else among temporary files."""
-    directory = user_cache("data")
-    home = directory.parents[1]
-    if not os.access(home if home.exists() else home.parent, os.W_OK):
-        return Path(tempfile.gettempdir()) / f"trainyard-{os.getuid()}" / "trainyard" / "data"
-    return directory
+    return user_cache("data", is_writable=True)
 
 
 def files_read(data: DataSection, refresh: bool = False) -> list[DataPath]:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from trainyard.remote.chunks.chunk_cache import Bytes, Chunk, ChunkCache
 from trainyard.remote.chunks.chunk_reader import NUM_THREADS, ChunkReader
-from trainyard.remote.object_store import ObjectStore, StoredObject
+from trainyard.remote.chunks.object_reader import ObjectReader
+from trainyard.remote.object_store import StoredObject
 
 LARGE_CHUNK_BYTES = 8 << 20
 """For objects that fit in the cache together: everything is read once, in few requests."""
@@ -36,7 +37,7 @@ Positions = NDArray[np.int64]
 class CachedFile:
     """One version of an object. Reads return arrays that stay valid after their chunk is evicted."""
 
-    def __init__(self, store: ObjectStore, stored: StoredObject, cache: ChunkCache, chunk_bytes: int) -> None:
+    def __init__(self, store: ObjectReader, stored: StoredObject, cache: ChunkCache, chunk_bytes: int) -> None:
         self.store, self.stored, self.cache, self.chunk_bytes = store, stored, cache, chunk_bytes
         self.name, self.size = stored.url, stored.size
         max_mapped = MAX_MAPPED_LARGE if chunk_bytes == LARGE_CHUNK_BYTES else MAX_MAPPED_SMALL
