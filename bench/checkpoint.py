@@ -29,7 +29,6 @@ from torch import Tensor
 from trainyard import models
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
 from trainyard.checkpoint.formats.hf import write_hf
-from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.writer import weights_only_state, write_checkpoint
@@ -38,6 +37,7 @@ from trainyard.config.load import load, parse
 from trainyard.core.splits import shard_rows
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.parallel.layout import Layout
+from trainyard.remote.storage import open_storage
 from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
-from trainyard.remote.sources.object_store import MANIFEST_FILE
+from trainyard.remote.manifest import MANIFEST_FILE
 
 BUCKET = "yard"
 HUB_TOKEN = "hf_goodgoodgoodgoodgoodgood"

@@ -56,6 +56,12 @@ VAGUE_FILE_NAMES = {
 }
 MACHINE_PATHS = [f"/{name}/" for name in ("root", "work", "home")]
 DEVICE_NAMES = ("cuda", "neuron", "xla")
+HTTP_CLIENTS = (
+    *("fsspec", "s3fs", "huggingface_hub", "boto3", "botocore", "aiohttp", "httpx", "requests"),
+    *("urllib.request", "http.client"),
+)
+OTHER_CLIENTS = {"metrics/loggers/wandb_logger.py": "requests.utils.get_netrc_auth"}
+"""W&B's own client looks for its key with this function; nothing is sent."""
 CALLBACK_NAME = re.compile(r"`(on_[a-z_]+)")
 CODE_SPAN = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
 NOT_KEYS = {
@@ -135,6 +141,15 @@ def test_device_names_and_private_torch_names_stay_in_their_packages() -> None:
         if file.package != "compat":
             assert "torch._" not in file.text, file.name
             assert not any("._" in module for module in file.imports if module.startswith("torch")), file.name
+
+
+def test_only_remote_talks_to_the_hub_the_web_and_object_stores() -> None:
+    for file in FILES:
+        clients = [name for name in file.imports if any(f"{name}.".startswith(f"{client}.") for client in HTTP_CLIENTS)]
+        other = OTHER_CLIENTS.get(file.name, "")
+        found = [name for name in clients if not f"{other}.".startswith(f"{name}.")]
+        assert file.package == "remote" or not found, f"{file.name} imports {found}"
+    assert any("fsspec" in file.imports for file in FILES if file.package == "remote")
 
 
 def test_families_are_named_in_their_own_files_only() -> None:

@@ -32,7 +32,6 @@ from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, conver
 from trainyard.checkpoint.formats.hf import open_hf, write_hf, write_model_files
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
-from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import COMMIT_FILE, STATE_KINDS, Checkpoint
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
@@ -40,6 +39,7 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.hf_config import from_hf
+from trainyard.remote.storage import open_storage
 from trainyard.train.trainer import Trainer
 
 GENERATED: dict[str, Any] = {

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from tests.checkpoint.formats.test_nxd import RandomWeights, llama
 from tests.cli.conftest import Call, fail, succeed
 from tests.support.s3_server import s3_server
-from trainyard.checkpoint import transfer
 from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.cli.console import ProgressDisplay
+from trainyard.remote import store_upload
+from trainyard.remote.storage import FsspecStorage
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_a_failed_upload_leaves_nothing(
 ) -> None:
     """The bucket refuses the last file, which makes the checkpoint complete."""
     url = f"s3://yard/{tmp_path.name}/out"
-    write = transfer.FsspecStorage.write
+    write = FsspecStorage.write
 
     def failing_write(self: Any, name: str) -> Any:
         if name == "complete.json":
@@ -97,7 +98,7 @@ def test_a_failed_upload_leaves_nothing(
             raise PermissionError("access denied")
         return write(self, name)
 
-    monkeypatch.setattr(transfer.FsspecStorage, "write", failing_write)
+    monkeypatch.setattr(FsspecStorage, "write", failing_write)
     fail(call("convert", "hf", url, "--to", "native"), f"{url}: cannot be written: access denied")
     assert names(s3, url) == []
 
@@ -126,7 +127,7 @@ def test_ctrl_c_does_not_wait_for_the_end_of_a_large_file() -> None:
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        transfer.copy_all({"large": 10_000, "other": 10_000}, copy_slowly, interrupt)
+        store_upload.copy_all({"large": 10_000, "other": 10_000}, copy_slowly, interrupt)
     assert time.monotonic() - start < 10
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from trainyard.core.user_cache import user_cache
-from trainyard.data.remote import remote_path
+from trainyard.data.loading import data_files
 from trainyard.devices.neuron.device import neff_cache_dir
-from trainyard.remote.caches import file_cache
+from trainyard.remote import local_copies
 from trainyard.train.compile import inductor_cache
 
 CACHES: list[Callable[[], Path]] = [
     neff_cache_dir,
     inductor_cache.cache_root,
-    file_cache.cache_root,
-    remote_path.default_directory,
+    local_copies.cache_root,
+    data_files.default_directory,
 ]
 
 
@@ -26,7 +26,7 @@ def test_caches_follow_xdg(
     cache: Callable[[], Path], value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty or relative value is not a place, says the specification."""
-    for name in (inductor_cache.CACHE_VARIABLE, file_cache.DIRECTORY_VARIABLE, "XDG_CACHE_HOME"):
+    for name in (inductor_cache.CACHE_VARIABLE, local_copies.DIRECTORY_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     if value is not None:

@@ -23,7 +23,7 @@ from trainyard.checkpoint.registry import open_weights
 from trainyard.cli import main
 from trainyard.dashboard.model_card import MARKER
 from trainyard.remote.local_copies import forget_sources
-from trainyard.remote.sources.object_store import MANIFEST_FILE
+from trainyard.remote.manifest import MANIFEST_FILE
 
 GOOD_TOKEN = "hf_goodgoodgoodgoodgoodgood"
 

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from tests.support import configs
 from tests.support.logs import captured_log
 from trainyard import Callback, Trainer
-from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.remote.storage import open_storage
 from trainyard.train.callbacks import TrainerView
 from trainyard.train.checkpointing import saver
 from trainyard.train.records import RunSummary

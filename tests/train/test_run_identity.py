@@ -13,11 +13,11 @@ import pytest
 from tests.support.forkserver import ForkServer
 from tests.train.test_resume import RunAtStep, checkpoint_path, committed_steps, configure, error_of, losses, train
 from trainyard import Trainer
-from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory, read_identity
+from trainyard.remote.storage import open_storage
 
 SMOKE = ["train", "tiny-llama", "--smoke", "log.loggers=[]", "checkpoint.export_hf=false", "evaluate.every=0"]
 

@@ -14,7 +14,6 @@ from trainyard.checkpoint.compare import first_difference
 from trainyard.checkpoint.formats.format import LayoutKeys, ProgressCallback, WriteOptions
 from trainyard.checkpoint.formats.hf import ModelFiles, write_model_files
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, unfused_tensors
-from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.writer import checkpoint_bytes, weights_only_state, write_checkpoint
 from trainyard.checkpoint.registry import FORMATS, OpenedCheckpoint, find_tokenizer_files, read_model_files
@@ -24,6 +23,7 @@ from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
+from trainyard.remote.storage import resolve_new_directory
 
 WRITERS = {each.name: each.writer for each in FORMATS if each.writer}
 """The formats that a conversion writes, besides the native one."""

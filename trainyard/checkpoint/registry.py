@@ -12,13 +12,13 @@ from trainyard.checkpoint.formats.dcp import weights as dcp
 from trainyard.checkpoint.formats.megatron import weights as megatron
 from trainyard.checkpoint.formats.nxd import conversion as nxd
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, ZeroRouterBias
-from trainyard.checkpoint.io.storage import LocalStorage, Storage, open_storage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, step_directory
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf
 from trainyard.remote.local_copies import is_remote_model, local_weights
+from trainyard.remote.storage import LocalStorage, Storage, open_storage
 
 FORMATS = (hf.FORMAT, optimum.FORMAT, megatron.FORMAT, dcp.FORMAT, nxd.FORMAT, weights_file.FORMAT)
 """The formats of other systems. The first one that finds a checkpoint opens it: optimum-neuron's shards are NxD files

@@ -1,36 +1,33 @@
-"""Local copies for conversions from and to URLs: all formats are read from and written to local files.
+"""Checkpoints behind URLs: local copies for conversions, and what of a run is uploaded.
 
-A source in a store is downloaded, except for native checkpoints, which are read in place. Models of the Hub and the web
-are in their caches. A target at a URL is written to
-a temporary directory first and then uploaded; the file that makes a checkpoint complete comes last.
+All formats are read from and written to local files. A source in a store is downloaded, except for native checkpoints,
+which are read in place. Models of the Hub and the web are in their caches. A target at a URL is written to a temporary
+directory first and then uploaded; the file that makes a checkpoint complete comes last.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from threading import Event
 
-from trainyard.checkpoint.io.storage import FsspecStorage, open_storage
-from trainyard.checkpoint.registry import detect_format, latest_checkpoint
+from trainyard.checkpoint.formats.hf import is_hf
+from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
+from trainyard.checkpoint.registry import detect_format, latest_checkpoint, verify_checksums
+from trainyard.core.disk_space import check_space
 from trainyard.core.errors import UserError, one_line
-from trainyard.remote.credentials import redact
-from trainyard.remote.fetch import check_space, download
+from trainyard.remote.fetch import OnBytes, download
 from trainyard.remote.local_copies import is_remote_model, local_weights
 from trainyard.remote.location import is_url
-from trainyard.remote.sources.object_store import list_stored_files
+from trainyard.remote.manifest import MANIFEST_FILE
+from trainyard.remote.sources.stored_files import is_one_file, list_stored_files
+from trainyard.remote.storage import FsspecStorage, open_storage
+from trainyard.remote.store_upload import upload_directory
 
 FINAL_FILES = ("config.json", "model.safetensors.index.json", ".metadata", "done", "complete.json")
 """Files that readers look for first. They are uploaded last, in this order."""
-COPY_CHUNK_BYTES = 2**25
-NUM_STREAMS = 8
-"""Files that are copied at a time."""
-PROGRESS_INTERVAL_S = 0.5
-
-OnBytes = Callable[[int, int], None]
-"""Called with the bytes copied so far and their total."""
+SKIPPED_NAMES = (".lock", "lock")
+SKIPPED_SUFFIXES = (".part", ".tmp")
 
 
 @contextmanager
@@ -50,7 +47,7 @@ def local_source(source: str, on_bytes: OnBytes) -> Iterator[str | Path]:
     with TemporaryDirectory(prefix="trainyard-") as temporary:
         copy = Path(temporary) / (PurePosixPath(storage.path).name or "checkpoint")
         files = list_stored_files(source)
-        is_file = len(files) == 1 and files[0].label == redact(source)
+        is_file = is_one_file(files, source)
         try:
             check_space(copy, sum(file.size or 0 for file in files), source)
         except UserError as error:
@@ -69,7 +66,7 @@ def local_target(target: str, on_bytes: OnBytes) -> Iterator[Path]:
     with TemporaryDirectory(prefix="trainyard-") as temporary:
         directory = Path(temporary) / (PurePosixPath(storage.path).name or "checkpoint")
         yield directory
-        _upload(directory, storage, on_bytes)
+        upload_directory(directory, storage, FINAL_FILES, on_bytes)
 
 
 def check_new_target(target: str) -> None:
@@ -78,6 +75,34 @@ def check_new_target(target: str) -> None:
     exists = bool(open_storage(target).listdir()) or (not is_url(target) and path.is_file())
     if exists:
         raise UserError(f"{target}: already exists and is not empty; choose a new directory")
+
+
+def files_to_upload(source: Path) -> dict[str, Path]:
+    """The files of a run or checkpoint by relative name, after a comparison with the checksums that its checkpoints and
+    exported models have. Checkpoints that are not complete are left out."""
+    if source.is_file():
+        return {source.name: source}
+    check_links(source)
+    incomplete = [
+        path
+        for path in (source, *source.rglob("*"))
+        if path.is_dir() and STEP_DIRECTORY.fullmatch(path.name) and not (path / COMMIT_FILE).is_file()
+    ]
+    files = {
+        str(path.relative_to(source)): path
+        for path in sorted(source.rglob("*"))
+        if path.is_file()
+        and path.name not in SKIPPED_NAMES
+        and not path.name.endswith(SKIPPED_SUFFIXES)
+        and path.name != MANIFEST_FILE
+        and not any(path.is_relative_to(directory) for directory in incomplete)
+    }
+    if not files:
+        raise UserError(f"{source}: no such run or checkpoint, or it has no files")
+    for directory in sorted({path.parent for path in files.values()}):
+        if (directory / COMMIT_FILE).is_file() or is_hf(directory):
+            verify_checksums(directory)  # the manifest must not vouch for a file that is damaged already
+    return files
 
 
 def check_links(source: Path) -> None:
@@ -114,62 +139,3 @@ def _writable_storage(target: str) -> FsspecStorage:
     except Exception as error:
         raise UserError(f"{target}: cannot be written: {one_line(error)}") from None
     return storage
-
-
-def _upload(directory: Path, storage: FsspecStorage, on_bytes: OnBytes) -> None:
-    """Copy all files of a directory. If that fails, the files that were copied are removed again."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in paths}
-    final = [name for name in FINAL_FILES if name in sizes]
-
-    def send(name: str, report: Callable[[int], None]) -> None:
-        parent = storage
-        for part in PurePosixPath(name).parts[:-1]:
-            parent = parent / part
-        parent.mkdir()
-        with (directory / name).open("rb") as source, parent.write(PurePosixPath(name).name) as file:
-            while data := source.read(COPY_CHUNK_BYTES):
-                file.write(data)
-                report(len(data))
-
-    try:
-        done = copy_all({name: size for name, size in sizes.items() if name not in final}, send, on_bytes)
-        for name in final:
-            done = copy_all({name: sizes[name]}, send, on_bytes, done)
-    except BaseException as error:
-        with suppress(Exception):  # the first error is the one to report
-            for name in sizes:
-                storage.remove(name)
-        if isinstance(error, Exception) and not isinstance(error, UserError):
-            raise UserError(f"{storage}: cannot be written: {one_line(error)}") from None
-        raise
-
-
-def copy_all(
-    sizes: dict[str, int], copy: Callable[[str, Callable[[int], None]], None], on_bytes: OnBytes, done: int = 0
-) -> int:
-    """Copy files in threads. Returns `done` and the bytes copied; `on_bytes` runs in the calling thread."""
-    total = done + sum(sizes.values())
-    counts = dict.fromkeys(sizes, 0)
-    stopped = Event()
-
-    def run(name: str) -> None:
-        def report(count: int) -> None:
-            counts[name] += count
-            if stopped.is_set():  # another file failed, or Ctrl-C
-                raise InterruptedError
-
-        copy(name, report)
-
-    pool = ThreadPoolExecutor(NUM_STREAMS)
-    try:
-        pending = {pool.submit(run, name) for name in sizes}
-        while pending:
-            finished, pending = wait(pending, PROGRESS_INTERVAL_S, FIRST_EXCEPTION)
-            for future in finished:
-                future.result()
-            on_bytes(done + sum(counts.values()), total)
-    finally:
-        stopped.set()
-        pool.shutdown(cancel_futures=True)
-    return total

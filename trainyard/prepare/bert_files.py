@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import fsync_directory
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.file_lock import file_lock
 from trainyard.core.quantities import counted
-from trainyard.data.file_lock import file_lock
 from trainyard.data.formats import documents
 from trainyard.data.formats.bert_hdf5 import UNNAMED, BertShape, record_dtype, staging_directory, write_samples
 from trainyard.data.formats.documents import InputSlice, UnreadableRecord

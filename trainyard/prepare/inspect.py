@@ -19,7 +19,6 @@ from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import METADATA_FILES, data_files, list_column, open_stream
 from trainyard.data.formats.bert_hdf5 import open_hdf5
 from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file, prefix_of
-from trainyard.data.remote.remote_path import DataPath
 from trainyard.prepare.length_stats import (
     InspectOptions,
     InspectReport,
@@ -28,6 +27,7 @@ from trainyard.prepare.length_stats import (
     count_values,
     evenly_spaced,
 )
+from trainyard.remote.chunks.remote_path import DataPath
 
 ELEMENTS_PER_READ = 1 << 22
 SAMPLE_TOKENS = 48

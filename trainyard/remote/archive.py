@@ -10,9 +10,9 @@ from lzma import LZMAError
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
+from trainyard.core.disk_space import check_space
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.quantities import size_text
-from trainyard.remote.fetch import check_space
 
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 COPY_BYTES = 2**22

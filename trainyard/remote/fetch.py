@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainyard.core.atomic_files import fsync_directory, replace_directory
+from trainyard.core.disk_space import check_space
 from trainyard.core.errors import UserError, is_disk_full
-from trainyard.core.quantities import shortage_text
+from trainyard.remote.location import is_name_below
 from trainyard.remote.sources import retry
-from trainyard.remote.sources.remote_file import RemoteFile, SourceChanged, TransferError
+from trainyard.remote.sources.remote_file import RemoteFile, SourceChanged
+from trainyard.remote.sources.retry import TransferError
 
 CHUNK_BYTES = 2**24
 NUM_STREAMS = 8
@@ -94,15 +96,6 @@ def staging_directory(target: Path) -> Path:
     return target.with_name(f".{target.name}.part")
 
 
-def check_space(directory: Path, needed: int, what: str | None = None) -> None:
-    """Refuse to write more bytes than are free on the file system of `directory`, or of its closest parent. The message
-    names `what`, or the directory."""
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise UserError(f"{what or directory}: {shortage_text(needed, free)} in {existing}")
-
-
 def _rename(complete: Path, target: Path, replace: bool) -> None:
     """Give the complete file or directory its name."""
     if os.path.lexists(target) and not replace:
@@ -162,7 +155,7 @@ class _Transfer:
 
     def prepare(self, file: RemoteFile, old: dict[str, dict[str, object]]) -> _Progress:
         """Decide what of a file need not be transferred again."""
-        if {"", ".", ".."} & set(file.name.split("/")) or "\0" in file.name:
+        if not is_name_below(file.name):
             raise UserError(f"{file.label}: {file.name!r} cannot be the name of a local file")
         progress = _Progress(file, self.root / file.name)
         progress.path.parent.mkdir(parents=True, exist_ok=True)

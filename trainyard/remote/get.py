@@ -16,12 +16,12 @@ from trainyard.remote import fetch
 from trainyard.remote.archive import ARCHIVE_SUFFIXES, RefusedArchive, is_archive, unpack
 from trainyard.remote.credentials import redact
 from trainyard.remote.location import find_model_location, is_url, is_web_url, parse_hub_location
+from trainyard.remote.manifest import MANIFEST_FILE
 from trainyard.remote.model_files import Wanted, needed_files
 from trainyard.remote.sources.hub import list_repository, select_paths
-from trainyard.remote.sources.object_store import MANIFEST_FILE, list_stored_files
 from trainyard.remote.sources.remote_file import Checksum, RangeReader, RemoteFile
-from trainyard.remote.sources.retry import with_retries
-from trainyard.remote.sources.web import WebFile
+from trainyard.remote.sources.stored_files import is_one_file, list_stored_files
+from trainyard.remote.sources.web import probe
 
 SIZE_LIMIT_S = 8.0
 """Seconds to wait for sources that are only asked for the size of what they have."""
@@ -78,21 +78,17 @@ def _list_one(source: str, options: GetOptions) -> Listing:
         paths = select_paths(location, [file.path for file in listing.files])
         if location.kind == "model" and not (location.path or options.all_files or options.include):
             by_path = {file.name: file for file in listing.remote_files(paths)}
-
-            def read(path: str) -> bytes:
-                return with_retries(lambda: b"".join(by_path[path].reader.read(0, by_path[path].size)))
-
-            paths = needed_files(Wanted.WEIGHTS, paths, read, str(location))
+            paths = needed_files(Wanted.WEIGHTS, paths, lambda path: by_path[path].content(), str(location))
         files = listing.remote_files(paths)
         if paths == [location.path]:
             return Listing(label, [replace(file, name=Path(file.name).name) for file in files], False)
         return Listing(label, files, True)
     if is_web_url(source):
-        return Listing(label, [with_retries(WebFile(source).probe)], False)
+        return Listing(label, [probe(source)], False)
     if is_url(source):
         files = list_stored_files(source)
-        is_file = len(files) == 1 and files[0].label == label
-        return Listing(label, [file for file in files if file.name != MANIFEST_FILE], not is_file)
+        data_files = [file for file in files if file.name != MANIFEST_FILE]
+        return Listing(label, data_files, not is_one_file(files, source))
     raise UserError(f"{label}: neither a URL, nor OWNER/NAME on the Hub, nor a name of `trainyard get --list`")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trainyard.core.errors import UserError
 from trainyard.remote.location import HubLocation
-from trainyard.remote.sources.hub import CLIENT_ATTEMPTS, quiet_client, translate_error
+from trainyard.remote.sources.hub import CLIENT_LIMIT, hub_api, quiet_client, translate_error
 from trainyard.remote.sources.retry import with_retries
 
 CARD = "README.md"
@@ -23,11 +23,11 @@ def upload_directory(
 ) -> tuple[str, bool]:
     """Commit all files of a directory; the repository is created if needed. A card there without `card_marker` stays.
     Returns the URL of the commit, and whether the card was written."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
 
     if not get_token():
         raise UserError(f"{location}: pushing needs a token with write access; set HF_TOKEN or run `hf auth login`")
-    api = HfApi(library_name="trainyard")
+    api = hub_api()
 
     def commit() -> tuple[str, bool]:
         api.create_repo(location.repo, private=private, exist_ok=True)
@@ -35,7 +35,7 @@ def upload_directory(
             api.create_branch(location.repo, branch=location.revision, exist_ok=True)
         present = api.list_repo_files(location.repo, revision=location.revision)
         names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-        writes_card = CARD not in present or _has_marker(api, location, card_marker)
+        writes_card = CARD not in present or _has_marker(location, card_marker)
         if not writes_card:
             names.remove(CARD)
         stale = [name for name in present if _is_weights(name) and name not in names]
@@ -56,12 +56,12 @@ def upload_directory(
         except Exception as error:
             raise translate_error(error, location) from None
 
-    return with_retries(attempt, CLIENT_ATTEMPTS)
+    return with_retries(attempt, CLIENT_LIMIT)
 
 
-def _has_marker(api: object, location: HubLocation, card_marker: str) -> bool:
+def _has_marker(location: HubLocation, card_marker: str) -> bool:
     """True if the card of the repository was written by an earlier push, and not edited since."""
-    path = api.hf_hub_download(location.repo, CARD, revision=location.revision)  # type: ignore[attr-defined]
+    path = hub_api().hf_hub_download(location.repo, CARD, revision=location.revision)
     return card_marker in Path(path).read_text(encoding="utf-8", errors="replace")
 
 

@@ -1,17 +1,25 @@
 """Local copies of what a command is given: weights, tokenizers, configurations and data, wherever they are.
 
 Every function returns a local path unchanged. A source is looked up once in a process, so that all its parts see the
-same version.
+same version. Files of the Hub are in the cache of huggingface_hub, others are kept by URL and version:
+
+    ROOT/HASH-OF-URL/HASH-OF-VERSIONS/      complete; older versions of the URL are removed
+
+ROOT is TRAINYARD_DOWNLOADS, or trainyard/downloads in the user's cache directory.
 """
 
+import hashlib
+import logging
+import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainyard.core.errors import UserError
-from trainyard.remote.caches import hub_cache
-from trainyard.remote.caches.file_cache import cached_directory
-from trainyard.remote.fetch import OnBytes, ignore_bytes
+from trainyard.core.user_cache import user_cache
+from trainyard.remote import hub_cache
+from trainyard.remote.fetch import OnBytes, download, ignore_bytes
 from trainyard.remote.location import (
     FILE_SUFFIXES,
     find_model_location,
@@ -28,10 +36,14 @@ from trainyard.remote.model_files import (
     read_index,
 )
 from trainyard.remote.sources import hub
-from trainyard.remote.sources.object_store import list_stored_files
-from trainyard.remote.sources.remote_file import RemoteFile, SourceUnavailable
-from trainyard.remote.sources.retry import with_retries
-from trainyard.remote.sources.web import WebFile
+from trainyard.remote.sources.remote_file import RemoteFile
+from trainyard.remote.sources.retry import SourceUnavailable
+from trainyard.remote.sources.stored_files import is_one_file, list_stored_files
+from trainyard.remote.sources.web import probe
+
+DIRECTORY_VARIABLE = "TRAINYARD_DOWNLOADS"
+"""Environment variable: the directory of copies from object stores and the web."""
+logger = logging.getLogger(__name__)
 
 _known: dict[tuple[str, Wanted], Path] = {}
 _lock = threading.Lock()
@@ -111,18 +123,14 @@ def _from_store(url: str, wanted: Wanted, on_bytes: OnBytes) -> Path:
         files = list_stored_files(url)
         by_name = {file.name: file for file in files}
         is_hf = any(name in by_name or name + INDEX_SUFFIX in by_name for name in WEIGHT_FILES)
-        if _is_file(files, url) or (wanted is Wanted.WEIGHTS and not is_hf):
+        if is_one_file(files, url) or (wanted is Wanted.WEIGHTS and not is_hf):
             return files
-        names = needed_files(wanted, list(by_name), lambda name: b"".join(by_name[name].reader.read(0, None)), url)
+        names = needed_files(wanted, list(by_name), lambda name: by_name[name].content(), url)
         return [by_name[name] for name in names]
 
     directory = cached_directory(f"{url} {wanted.value}", list_files, on_bytes)
     file = directory / url.rpartition("/")[2]
     return file if file.is_file() else directory
-
-
-def _is_file(files: list[RemoteFile], url: str) -> bool:
-    return len(files) == 1 and files[0].label.endswith(url.rpartition("/")[2])
 
 
 def _from_web(url: str, wanted: Wanted, on_bytes: OnBytes) -> Path:
@@ -133,20 +141,20 @@ def _from_web(url: str, wanted: Wanted, on_bytes: OnBytes) -> Path:
 
         def list_file() -> list[RemoteFile]:
             optional = ("config.json", *USUAL_TOKENIZER_FILES) if wanted is Wanted.WEIGHTS else ()
-            return [with_retries(WebFile(base).probe), *_existing(beside, optional)]
+            return [probe(base), *_existing(beside, optional)]
 
         directory = cached_directory(f"{base} {wanted.value}", list_file, on_bytes)
         return directory / base.rpartition("/")[2]
 
     def list_files() -> list[RemoteFile]:
         if wanted is Wanted.CONFIG:
-            return [_required(f"{base}/config.json")]
+            return [probe(f"{base}/config.json")]
         tokenizer = _existing(base, USUAL_TOKENIZER_FILES)
         if wanted is Wanted.TOKENIZER:
             if not tokenizer:
                 raise UserError(f"{base}: has none of {', '.join(USUAL_TOKENIZER_FILES[:5])}")
             return tokenizer
-        return [_required(f"{base}/config.json"), *tokenizer, *_web_weights(base)]
+        return [probe(f"{base}/config.json"), *tokenizer, *_web_weights(base)]
 
     return cached_directory(f"{base} {wanted.value}", list_files, on_bytes)
 
@@ -154,15 +162,11 @@ def _from_web(url: str, wanted: Wanted, on_bytes: OnBytes) -> Path:
 def _web_weights(base: str) -> list[RemoteFile]:
     for name in WEIGHT_FILES:
         if index := _existing(base, [name + INDEX_SUFFIX]):
-            content = with_retries(lambda file=index[0]: b"".join(file.reader.read(0, file.size)))  # type: ignore[misc]
-            return [*index, *(_required(f"{base}/{shard}") for shard in sorted(read_index(content, index[0].label)))]
+            shards = read_index(index[0].content(), index[0].label)
+            return [*index, *(probe(f"{base}/{shard}") for shard in sorted(shards))]
         if weights := _existing(base, [name]):
             return weights
     raise UserError(f"{base}: has neither {' nor '.join(WEIGHT_FILES)}")
-
-
-def _required(url: str) -> RemoteFile:
-    return with_retries(WebFile(url).probe)
 
 
 def _existing(base: str, names: Sequence[str]) -> list[RemoteFile]:
@@ -170,7 +174,7 @@ def _existing(base: str, names: Sequence[str]) -> list[RemoteFile]:
     found = []
     for name in names:
         try:
-            found.append(_required(f"{base}/{name}"))
+            found.append(probe(f"{base}/{name}"))
         except UserError as error:
             if "no such file" not in str(error):
                 raise
@@ -178,14 +182,50 @@ def _existing(base: str, names: Sequence[str]) -> list[RemoteFile]:
 
 
 def _local_input(pattern: str, on_bytes: OnBytes) -> list[str]:
+    if not is_url(pattern):
+        return [pattern]
     if location := parse_hub_location(pattern):
         return [str(path) for path in hub_cache.cached_paths(location, on_bytes)]
-    list_files: Callable[[], list[RemoteFile]]
-    if is_web_url(pattern):
-        list_files = lambda: [_required(pattern)]  # noqa: E731
-    elif is_url(pattern):
-        list_files = lambda: list_stored_files(pattern)  # noqa: E731
-    else:
-        return [pattern]
+
+    def list_files() -> list[RemoteFile]:
+        return [probe(pattern)] if is_web_url(pattern) else list_stored_files(pattern)
+
     directory = cached_directory(pattern, list_files, on_bytes)
     return [str(path) for path in sorted(directory.rglob("*")) if path.is_file()]
+
+
+def cache_root() -> Path:
+    if directory := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(directory).expanduser()
+    return user_cache("downloads")
+
+
+def cached_directory(
+    url: str, list_files: Callable[[], Sequence[RemoteFile]], on_bytes: OnBytes = ignore_bytes
+) -> Path:
+    """The directory with the current version of the files at a URL. If the source does not answer, the last one."""
+    parent = cache_root() / hashlib.sha256(url.encode()).hexdigest()[:20]
+    try:
+        files = list_files()
+    except SourceUnavailable as error:
+        copies = [path for path in parent.glob("*") if not path.name.startswith(".")]
+        if not copies:
+            raise
+        logger.warning("%s; using the copy in the cache", error)
+        return max(copies, key=lambda path: path.stat().st_mtime)
+    versions = "\n".join(f"{file.name} {file.size} {file.version}" for file in files)
+    target = parent / hashlib.sha256(versions.encode()).hexdigest()[:20]
+    known = all(file.version is not None for file in files)
+    if not target.is_dir() or not known:
+        if target.is_dir():
+            shutil.rmtree(target)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{cache_root()}: cannot be written: {error.strerror}; set {DIRECTORY_VARIABLE}") from None
+        logger.info("downloading %s: %.1f MiB", files[0].label, sum(file.size or 0 for file in files) / 2**20)
+        download(lambda: files, target, on_bytes)
+        for other in parent.iterdir():
+            if other.name not in (target.name, f".{target.name}.part"):
+                shutil.rmtree(other, ignore_errors=True)
+    return target

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -53,6 +54,10 @@ def is_url(text: str) -> bool:
     return "://" in text and not text.startswith("file://")
 
 
+def has_urls(paths: Iterable[str]) -> bool:
+    return any(is_url(path) for path in paths)
+
+
 def is_web_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
@@ -88,9 +93,14 @@ def find_model_location(text: str) -> HubLocation | None:
     return None
 
 
+def is_name_below(name: str) -> bool:
+    """True if a relative path from elsewhere stays below the directory that it is joined to."""
+    return not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
+
+
 def file_name(url: str) -> str:
     """The last component of a URL's path."""
     name = unquote(urlsplit(url).path).rstrip("/").rpartition("/")[2]
-    if not name or name in (".", "..") or "/" in name or "\0" in name:
+    if not is_name_below(name):
         raise UserError(f"{redact(url)}: names no file; give the name of the target")
     return name

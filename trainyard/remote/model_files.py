@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from trainyard.core.errors import UserError
+from trainyard.remote.location import is_name_below
 
 MODEL_FILES = re.compile(
     r"(tokenizer.*\.(json|model)|spiece\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
@@ -64,7 +65,7 @@ def read_index(content: bytes, label: str) -> set[str]:
         shards = {str(name) for name in json.loads(content)["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{label}: not an index of weights") from None
-    if outside := [name for name in shards if "/" in name or name in ("", ".", "..")]:
+    if outside := [name for name in shards if "/" in name or not is_name_below(name)]:
         raise UserError(f"{label}: names {outside[0]}, which is not a file in the same directory")
     return shards
 

@@ -3,7 +3,6 @@
 import logging
 
 from trainyard.checkpoint.formats.hf import read_model_files
-from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.checkpoint.registry import find_tokenizer_files, latest_checkpoint
@@ -11,6 +10,7 @@ from trainyard.config.schema import Config
 from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
 from trainyard.remote.local_copies import is_remote_model, local_tokenizer
+from trainyard.remote.storage import open_storage
 
 logger = logging.getLogger(__name__)
 

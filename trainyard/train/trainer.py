@@ -15,7 +15,6 @@ import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.formats.hf import save_hf
-from trainyard.checkpoint.io.storage import LocalStorage, open_storage
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
@@ -27,6 +26,7 @@ from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
+from trainyard.remote.storage import LocalStorage, open_storage
 from trainyard.train import build
 from trainyard.train.callbacks import Callback, build_callbacks
 from trainyard.train.checkpointing.config_check import check_compatible

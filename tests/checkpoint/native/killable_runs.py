@@ -18,9 +18,9 @@ from typing import Any
 
 from tests.support import configs
 from tests.support.logs import captured_log
-from trainyard.checkpoint.io import storage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.launch.launcher import reserved_port
+from trainyard.remote import storage
 from trainyard.train.callbacks import Callback, TrainerView
 
 ROOT = Path(__file__).parents[3]

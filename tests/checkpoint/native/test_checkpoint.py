@@ -17,7 +17,6 @@ from tests.support import configs
 from tests.support.examples import examples
 from trainyard import Trainer, models
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint, tensor_key
 from trainyard.checkpoint.native.partition import owned_slices
@@ -26,6 +25,7 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.parallel.layout import Layout
+from trainyard.remote.storage import LocalStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # no_dist asks for that
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

@@ -17,9 +17,9 @@ from tests.support import configs
 from tests.support.examples import SCALE, examples
 from trainyard import Trainer
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.core.errors import UserError
+from trainyard.remote.storage import LocalStorage
 
 SHARD, COMMIT = "rank_00000.safetensors", "complete.json"
 

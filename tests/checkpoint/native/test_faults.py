@@ -15,12 +15,12 @@ import pytest
 
 from tests.checkpoint.native.saved_runs import checkpoint_config, save_failures, train, verified_steps
 from trainyard import Trainer
-from trainyard.checkpoint.io import storage
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.cli.main import main
 from trainyard.core.errors import NotWritable, RunStopped, UserError
 from trainyard.metrics.run_directory import LOCK_FILE
+from trainyard.remote import storage
+from trainyard.remote.storage import LocalStorage
 from trainyard.train.checkpointing import saver
 
 MIB = 2**20

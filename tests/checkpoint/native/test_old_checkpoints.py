@@ -10,10 +10,10 @@ from tests.checkpoint.native.saved_runs import run_training
 from tests.distributed.rank_jobs import LossRecorder
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
-from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import open_weights
 from trainyard.config.schema import Config
+from trainyard.remote.storage import open_storage
 
 OLD_CHECKPOINT = Path(__file__).parent / "data" / "version_0.1.0" / "step_00000002"
 LOSSES = [3.154975414276123, 3.1878228187561035]

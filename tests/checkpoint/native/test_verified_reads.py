@@ -11,11 +11,11 @@ from tests.support.forkserver import ForkServer
 from trainyard import Trainer
 from trainyard.checkpoint.compare import compare_logits
 from trainyard.checkpoint.formats.tensor_map import local_values, unfused_tensors
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard
+from trainyard.remote.storage import LocalStorage
 
 EMBEDDING = "embedding.weight"
 TARGETS = {

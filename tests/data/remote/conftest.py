@@ -9,7 +9,7 @@ import pytest
 from tests.support.s3_server import s3_server
 from tests.support.store_proxy import StoreProxy, store_proxy
 from trainyard.data.loading import data_files
-from trainyard.data.remote import chunk_cache, remote_file, remote_path
+from trainyard.remote.chunks import cached_file, chunk_cache, remote_path
 
 LARGE, SMALL = 4096, 1024
 
@@ -37,10 +37,10 @@ def proxy(module_proxy: StoreProxy, monkeypatch: pytest.MonkeyPatch) -> StorePro
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (remote_file, remote_path):
+    for module in (cached_file, remote_path):
         monkeypatch.setattr(module, "LARGE_CHUNK_BYTES", LARGE)
         monkeypatch.setattr(module, "SMALL_CHUNK_BYTES", SMALL)
-    monkeypatch.setattr(remote_path, "GIB", 1 << 20)
+    monkeypatch.setattr(data_files, "GIB", 1 << 20)
     monkeypatch.setattr(chunk_cache, "GIB", 1 << 20)
     data_files._remote_files.clear()
 

@@ -34,8 +34,9 @@ from trainyard.config.load import parse
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.fingerprint import fingerprint_files
-from trainyard.data.remote import chunk_cache, object_store
-from trainyard.data.remote.chunk_cache import Chunk, open_cache
+from trainyard.remote.chunks import chunk_cache, object_reader
+from trainyard.remote.chunks.chunk_cache import Chunk, open_cache
+from trainyard.remote.sources import retry
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,8 +58,8 @@ def test_failing_store_only_delays(
     proxy: StoreProxy, tmp_path: Path, url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most requests fail, in every way that a request can."""
-    monkeypatch.setattr(object_store, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(object_store, "MAX_PAUSE_S", 0.02)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "MAX_PAUSE_S", 0.02)
     (tmp_path / "data").mkdir()
     data = FORMATS[name](tmp_path / "data")
     upload(tmp_path / "data", url)
@@ -75,7 +76,7 @@ def test_failing_store_only_delays(
 def test_store_that_does_not_recover_stops_the_run_with_the_name_of_the_object(
     proxy: StoreProxy, remote: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "READ_LIMIT_S", 1.0)
+    monkeypatch.setattr(object_reader, "READ_LIMIT_S", 1.0)
     batches = read_batches(make_config(remote))
     next(batches)
     time.sleep(0.2)
@@ -90,7 +91,7 @@ def test_store_that_does_not_recover_stops_the_run_with_the_name_of_the_object(
 def test_unreachable_store_is_reported_before_the_first_step(
     proxy: StoreProxy, remote: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "LIST_LIMIT_S", 0.5)
+    monkeypatch.setattr(object_reader, "LIST_LIMIT_S", 0.5)
     proxy.fault = lambda method, path, number: fault
     with pytest.raises(UserError, match=r"^s3://yard/.*: the store has not answered"):
         build_datasets(make_config(remote))
@@ -133,10 +134,11 @@ def test_object_that_changed_between_runs_is_read_again_and_has_another_fingerpr
 READ_ALL = """
 import sys, json
 from tests.data.remote.stored_data import make_config, read_batches
-from trainyard.data.remote import remote_file, remote_path
-for module in (remote_file, remote_path):
+from trainyard.data.loading import data_files
+from trainyard.remote.chunks import cached_file, remote_path
+for module in (cached_file, remote_path):
     module.LARGE_CHUNK_BYTES, module.SMALL_CHUNK_BYTES = 4096, 1024
-remote_path.GIB = 1 << 20
+data_files.GIB = 1 << 20
 import torch
 data, rank = json.loads(sys.argv[1]), int(sys.argv[2])
 batches = list(read_batches(make_config(data), samples=slice(rank * 4, rank * 4 + 4)))
@@ -254,7 +256,7 @@ MISTAKES = {
 def test_mistakes_are_one_line_with_the_url(
     proxy: StoreProxy, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "LIST_LIMIT_S", 0.3)
+    monkeypatch.setattr(object_reader, "LIST_LIMIT_S", 0.3)
     source, path, message = MISTAKES[mistake]
     data = {"source": source, "paths": [path], "cache": {"directory": str(tmp_path / "cache")}}
     with pytest.raises(UserError, match=re.escape(message)) as caught:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor, MappedFile, StorageView, TensorStorage
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex
+from trainyard.remote.storage import LocalStorage
 
 DTYPE_BY_CODE = {
     "F64": torch.float64,

@@ -23,7 +23,6 @@ from torch import Tensor
 from trainyard import __version__, models
 from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
-from trainyard.checkpoint.io.storage import Storage
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY, shard_name, step_directory
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, ShardFile
@@ -35,6 +34,7 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.layout import Layout
 from trainyard.remote.model_files import MODEL_FILES
+from trainyard.remote.storage import Storage
 
 FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")

@@ -23,9 +23,9 @@ from trainyard.checkpoint.io.safetensors_file import (
     tensor_bytes,
     write_tensor,
 )
-from trainyard.checkpoint.io.storage import RandomAccessFile, Storage
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex
+from trainyard.remote.storage import RandomAccessFile, Storage
 
 VERIFY_CHUNK_BYTES = 2**24
 """Bytes read at a time to verify checksums."""

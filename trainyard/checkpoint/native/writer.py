@@ -12,13 +12,13 @@ from trainyard import models
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, unfused_tensors
 from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch
 from trainyard.checkpoint.io.safetensors_file import TensorSpec
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import shard_name
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import stream_shard
 from trainyard.config.schema import Config
 from trainyard.parallel.layout import Layout
+from trainyard.remote.storage import LocalStorage
 
 
 def weights_only_state(weights: WeightSource, dtype: torch.dtype | None = None) -> TrainingState:

@@ -29,10 +29,10 @@ from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint,
 from trainyard.checkpoint.transfer import check_new_target, local_source, local_target
 from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.cli.options import HfConfig, SourceLayout
+from trainyard.core.disk_space import check_space
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.core.quantities import counted, size_text
 from trainyard.families.hf_config import from_hf
-from trainyard.remote.fetch import check_space
 from trainyard.remote.location import is_url
 
 UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")

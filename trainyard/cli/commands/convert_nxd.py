@@ -12,7 +12,6 @@ import typer
 from trainyard.checkpoint.convert import ConversionTarget, parse_bool
 from trainyard.checkpoint.formats.hf import hf_tensors
 from trainyard.checkpoint.formats.nxd.rank_files import repack_nxd
-from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_links
@@ -23,6 +22,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK
 from trainyard.families.hf_config import from_hf
 from trainyard.remote.local_copies import local_weights
+from trainyard.remote.storage import resolve_new_directory
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Typer passes all arguments through to argparse, which accepts the reference's flag syntax."""

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.quantities import counted
-from trainyard.data.remote.remote_file import CachedFile
-from trainyard.data.remote.remote_path import DataPath, RemotePath
 from trainyard.data.samples import Sample, document_ids
+from trainyard.remote.chunks.cached_file import CachedFile
+from trainyard.remote.chunks.remote_path import DataPath, RemotePath
 
 METADATA_FILES = STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"

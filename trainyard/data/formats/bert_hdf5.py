@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import RunStopped, UserError, one_line
-from trainyard.data.remote.remote_path import DataPath, RemotePath
 from trainyard.data.samples import Sample
+from trainyard.remote.chunks.remote_path import DataPath, RemotePath
 
 DATASETS = {
     "input_ids": ("<i4", "NS", "tokens"),

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import UserError
+from trainyard.core.file_lock import file_lock
 from trainyard.core.quantities import counted
 from trainyard.core.user_cache import user_cache
-from trainyard.data.file_lock import file_lock
 from trainyard.data.formats import bert_hdf5
 from trainyard.data.formats.bert_hdf5 import MAX_VOCAB, UINT16_VOCAB, BertShape, check_shape, record_dtype
 from trainyard.data.samples import Sample

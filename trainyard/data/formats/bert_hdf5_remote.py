@@ -18,10 +18,10 @@ from trainyard.core.quantities import counted
 from trainyard.data.formats import bert_hdf5
 from trainyard.data.formats.bert_hdf5 import DATASETS, BertShape, check_shape, open_hdf5, record_dtype
 from trainyard.data.formats.bert_hdf5_cache import TOKEN_DATASETS, BertHdf5Dataset
-from trainyard.data.remote.chunk_cache import Chunk
-from trainyard.data.remote.chunk_reader import ChunkReader
-from trainyard.data.remote.remote_path import DataPath, RemotePath
 from trainyard.data.samples import Sample
+from trainyard.remote.chunks.chunk_cache import Chunk
+from trainyard.remote.chunks.chunk_reader import ChunkReader
+from trainyard.remote.chunks.remote_path import DataPath, RemotePath
 
 BLOCK_SAMPLES = 1024
 """Samples of a block, unless the chunks of the file have between 64 and 8,192."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainyard.core.errors import UserError, one_line
-from trainyard.data.remote.remote_path import DataPath
+from trainyard.remote.chunks.remote_path import DataPath
 
 if TYPE_CHECKING:
     import pyarrow as pa

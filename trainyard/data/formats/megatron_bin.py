@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from trainyard.core.atomic_files import fsync_directory
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.data.remote.remote_path import DataPath, RemotePath
-from trainyard.data.remote.remote_tokens import RemoteTokens
+from trainyard.data.formats.remote_tokens import RemoteTokens
+from trainyard.remote.chunks.remote_path import DataPath, RemotePath
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"

@@ -28,9 +28,9 @@ from trainyard.data.loading.megatron_order import (
 from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples, token_stream
 from trainyard.data.loading.user_dataset import build_user_datasets
-from trainyard.data.remote.remote_path import DataPath, RemoteFiles
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, document_end_id, load_tokenizer
 from trainyard.families import family_of
+from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainyard.config.data_schema import DataSection
+from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
+from trainyard.core.user_cache import user_cache
 from trainyard.core.user_code import is_user_path
 from trainyard.data.formats.documents import arrow_files, match_paths
-from trainyard.data.remote.remote_path import DataPath, RemoteFiles, RemotePath, has_urls, open_files
 from trainyard.data.text.tokenizer import TOKENIZER_FILES
-from trainyard.remote.location import is_url
+from trainyard.remote.chunks.chunk_cache import open_cache
+from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles, RemotePath
+from trainyard.remote.location import has_urls, is_url
 
 UNPACKED_HDF5 = 4
 """Size of HDF5 files and their unpacked samples together, in sizes of the files."""
@@ -26,12 +29,17 @@ def remote_files(data: DataSection, refresh: bool = False) -> RemoteFiles | None
         return None
     key = data.model_dump_json()
     if refresh or key not in _remote_files:
-        remote = open_files(data)
+        directory = Path(data.cache.directory) if data.cache.directory else default_directory()
+        remote = RemoteFiles(open_cache(directory, int(data.cache.gib * GIB)))
         files = [path for path in _find_files(data, remote) if isinstance(path, RemotePath)]
         total = sum(path.stat().st_size for path in files)
         remote.set_chunk_size(total * (UNPACKED_HDF5 if data.source == "hdf5" else 1))
         _remote_files[key] = remote
     return _remote_files[key]
+
+
+def default_directory() -> Path:
+    return user_cache("data", is_writable=True)
 
 
 def files_read(data: DataSection, refresh: bool = False) -> list[DataPath]:
@@ -67,9 +75,8 @@ def _tokenizer_files(data: DataSection) -> list[Path]:
 
 
 def match(pattern: str, remote: RemoteFiles | None) -> Sequence[DataPath]:
-    if not is_url(pattern):
+    if remote is None or not is_url(pattern):
         return match_paths(pattern.removeprefix("file://"))
-    assert remote is not None
     return remote.match(pattern)
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from trainyard.config.data_schema import DataSection
 from trainyard.data.loading.data_files import files_read
-from trainyard.data.remote.remote_path import DataPath, RemotePath
+from trainyard.remote.chunks.remote_path import DataPath, RemotePath
 
 BLOCK_BYTES = 1 << 16
 MAX_BLOCKS = 64

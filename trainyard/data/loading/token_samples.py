@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.formats.megatron_bin import MegatronTokens, Tokens
-from trainyard.data.remote.remote_file import Positions
-from trainyard.data.remote.remote_tokens import RemoteTokens, Rows
+from trainyard.data.formats.remote_tokens import RemoteTokens, Rows
 from trainyard.data.samples import Sample, document_ids
+from trainyard.remote.chunks.cached_file import Positions
 
 
 class TokenStream(Protocol):

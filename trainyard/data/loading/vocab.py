@@ -4,9 +4,9 @@ import numpy as np
 
 from trainyard.config.schema import Config
 from trainyard.data.formats.megatron_bin import MegatronTokens
+from trainyard.data.formats.remote_tokens import RemoteTokens
 from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.loading.data_files import match_files, remote_files, token_prefixes
-from trainyard.data.remote.remote_tokens import RemoteTokens
 from trainyard.data.text.tokenizer import load_tokenizer
 
 TOKENS_PER_READ = 1 << 26

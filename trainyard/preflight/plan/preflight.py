@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainyard.checkpoint.formats.hf import check_hf_export
-from trainyard.checkpoint.io.storage import open_storage
 from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
@@ -13,6 +12,7 @@ from trainyard.data.loading.build import build_datasets
 from trainyard.models import family_of
 from trainyard.preflight.plan.group_rules import PlanProblem, group_problems
 from trainyard.preflight.plan.report import ConfigChange, Plan
+from trainyard.remote.storage import open_storage
 
 COUNTABLE_SOURCES = ("tokens", "arrow", "hdf5")
 """Data sources whose samples can be counted without reading them all."""

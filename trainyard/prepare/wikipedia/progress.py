@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
-from trainyard.data.file_lock import file_lock
+from trainyard.core.file_lock import file_lock
 from trainyard.prepare.wikipedia.dump import DumpPosition, WikiDump
 
 PROGRESS_FILE = ".extract.json"

@@ -1,7 +1,7 @@
 """Repositories on the Hugging Face Hub: their files, and errors that say what to do next.
 
 The client of huggingface_hub supplies endpoint, token and offline mode. Its own downloads neither resume a file nor
-check its hash; `download.fetch` transfers the files.
+check its hash; `fetch.py` transfers the files.
 """
 
 import logging
@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any
 from urllib.error import HTTPError
 
 from trainyard.core.errors import UserError, one_line
 from trainyard.remote.credentials import redact
 from trainyard.remote.location import COMMIT_HASH, HubLocation, endpoint
-from trainyard.remote.sources.remote_file import Checksum, RemoteFile, SourceUnavailable, TransferError
-from trainyard.remote.sources.retry import with_retries
+from trainyard.remote.sources.remote_file import Checksum, RemoteFile
+from trainyard.remote.sources.retry import AttemptLimit, SourceUnavailable, TransferError, with_retries
 from trainyard.remote.sources.web import BUSY, WebFile
 
-T = TypeVar("T")
-CLIENT_ATTEMPTS = 3
+CLIENT_LIMIT = AttemptLimit(3)
 """Attempts at requests that huggingface_hub makes: it repeats some of them itself."""
 TOKEN_HELP = "set HF_TOKEN or run `hf auth login`"
 
@@ -62,16 +61,12 @@ class HubListing:
 
 def list_repository(location: HubLocation) -> HubListing:
     """The files of a repository at the commit of its revision."""
-    from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
-
-    api = HfApi(library_name="trainyard")
 
     def request() -> HubListing:
         with _hub_errors(location):
-            info = api.repo_info(location.repo, repo_type=location.kind, revision=location.revision)
-            commit = _plain_id(info.sha, location)
-            entries = api.list_repo_tree(location.repo, recursive=True, revision=commit, repo_type=location.kind)
+            commit = _commit(location)
+            entries = hub_api().list_repo_tree(location.repo, recursive=True, revision=commit, repo_type=location.kind)
             files = []
             for entry in entries:
                 if isinstance(entry, RepoFile):
@@ -87,24 +82,31 @@ def list_repository(location: HubLocation) -> HubListing:
                     )
         return HubListing(location, commit, tuple(files))
 
-    return with_retries(request, CLIENT_ATTEMPTS)
+    return with_retries(request, CLIENT_LIMIT)
 
 
 def resolve_commit(location: HubLocation) -> HubLocation:
     """The location at the commit that its revision is now."""
-    from huggingface_hub import HfApi
-
     if location.revision and COMMIT_HASH.fullmatch(location.revision):
         return location
 
     def request() -> str:
         with _hub_errors(location):
-            info = HfApi(library_name="trainyard").repo_info(
-                location.repo, repo_type=location.kind, revision=location.revision
-            )
-            return _plain_id(info.sha, location)
+            return _commit(location)
 
-    return replace(location, revision=with_retries(request, CLIENT_ATTEMPTS))
+    return replace(location, revision=with_retries(request, CLIENT_LIMIT))
+
+
+def hub_api() -> Any:
+    """The client of huggingface_hub."""
+    from huggingface_hub import HfApi
+
+    return HfApi(library_name="trainyard")
+
+
+def _commit(location: HubLocation) -> str:
+    info = hub_api().repo_info(location.repo, repo_type=location.kind, revision=location.revision)
+    return _plain_id(info.sha, location)
 
 
 def select_paths(location: HubLocation, paths: Iterable[str]) -> list[str]:
@@ -228,10 +230,8 @@ def _has_token() -> bool:
 
 
 def _revisions(location: HubLocation) -> str:
-    from huggingface_hub import HfApi
-
     try:
-        refs = HfApi(library_name="trainyard").list_repo_refs(location.repo, repo_type=location.kind)
+        refs = hub_api().list_repo_refs(location.repo, repo_type=location.kind)
     except Exception:
         return f"see {location.page}"
     names = [ref.name for ref in (*refs.branches, *refs.tags)]

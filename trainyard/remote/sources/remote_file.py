@@ -6,22 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trainyard.core.errors import UserError
+from trainyard.remote.sources.retry import with_retries
 
 HASH_BLOCK_BYTES = 2**22
-
-
-class TransferError(Exception):
-    """A transfer failed in a way that may pass: the connection broke, or the server is busy."""
-
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-        """Seconds that the server asks to wait."""
-
-
-class SourceUnavailable(UserError):
-    """The source did not answer, or may not be asked: a copy in a cache can serve."""
 
 
 class SourceChanged(Exception):
@@ -69,6 +56,10 @@ class RemoteFile:
     reader: RangeReader
     has_ranges: bool = True
     """False if the source sends files only from the start."""
+
+    def content(self) -> bytes:
+        """All bytes: of a small file that is read before others are chosen."""
+        return with_retries(lambda: b"".join(self.reader.read(0, self.size)))
 
     @property
     def resumable(self) -> bool:

@@ -19,7 +19,8 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from trainyard.core.errors import UserError, one_line
 from trainyard.remote.credentials import redact
 from trainyard.remote.location import file_name
-from trainyard.remote.sources.remote_file import Checksum, RemoteFile, SourceChanged, TransferError
+from trainyard.remote.sources.remote_file import Checksum, RemoteFile, SourceChanged
+from trainyard.remote.sources.retry import TransferError, with_retries
 
 TIMEOUT_S = 30.0
 """Seconds without a byte after which a connection counts as broken."""
@@ -30,6 +31,11 @@ EXPIRED = (400, 401, 403, 404, 410)
 """Status codes of a redirect's target that is no longer valid."""
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 SHA256_DIGEST = re.compile(r"(?i)sha-256=:?([A-Za-z0-9+/]{43}=):?")
+
+
+def probe(url: str) -> RemoteFile:
+    """The file at a URL, as the server describes it."""
+    return with_retries(WebFile(url).probe)
 
 
 class WebFile:

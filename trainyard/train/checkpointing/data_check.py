@@ -8,11 +8,11 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.loading.fingerprint import Fingerprints, fingerprint_files
-from trainyard.data.remote.remote_path import has_urls
 from trainyard.data.text.tokenizer import NAMED_TOKENIZERS
 from trainyard.devices import Device
 from trainyard.parallel.mesh import Mesh
 from trainyard.remote.local_copies import local_tokenizer
+from trainyard.remote.location import has_urls
 
 FINGERPRINTS_KEY = "data_files"
 """Key of the manifest. Checkpoints of earlier versions do not have it."""

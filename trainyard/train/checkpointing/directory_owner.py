@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from trainyard.checkpoint.io.storage import Storage
 from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
@@ -24,6 +23,7 @@ from trainyard.config.renamed_keys import upgrade_keys
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory, is_training
+from trainyard.remote.storage import Storage
 from trainyard.train.checkpointing.config_check import FREE_KEYS, changed_keys
 
 CLAIM_PREFIX = ".claim-"

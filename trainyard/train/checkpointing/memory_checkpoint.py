@@ -4,7 +4,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import step_directory
@@ -13,6 +12,7 @@ from trainyard.config.schema import Config
 from trainyard.models import family_of
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
+from trainyard.remote.storage import LocalStorage
 from trainyard.train.checkpointing.memory_copies import TIMEOUT
 from trainyard.train.checkpointing.memory_files import (
     FileTransfer,

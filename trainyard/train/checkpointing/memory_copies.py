@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import shard_name, step_directory
 from trainyard.config.schema import Config
@@ -27,6 +26,7 @@ from trainyard.core.world import World
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
+from trainyard.remote.storage import LocalStorage
 from trainyard.train.checkpointing.memory_files import (
     FileTransfer,
     host_identity,

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from trainyard.checkpoint.io.safetensors_file import tensor_bytes
-from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import UserError
+from trainyard.remote.storage import LocalStorage
 
 MANIFEST_FILE = "manifest.json"
 HOST_FILE = "host"

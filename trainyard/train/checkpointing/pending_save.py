@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.io.storage import Storage
 from trainyard.core.errors import RunStopped, UserError, one_line
+from trainyard.remote.storage import Storage
 from trainyard.train.status import StepStatus
 
 

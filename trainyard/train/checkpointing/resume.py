@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from trainyard.checkpoint.io.storage import LocalStorage, Storage, open_storage
 from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
@@ -22,6 +21,7 @@ from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity
 from trainyard.parallel.mesh import Mesh
+from trainyard.remote.storage import LocalStorage, Storage, open_storage
 from trainyard.train.checkpointing.config_check import expected_kinds
 from trainyard.train.checkpointing.directory_owner import check_owner, find_owner
 from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint

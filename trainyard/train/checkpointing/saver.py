@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from trainyard.checkpoint.io.storage import LocalStorage, Storage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
@@ -28,6 +27,7 @@ from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.parallel.mesh import Mesh
+from trainyard.remote.storage import LocalStorage, Storage
 from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY, fingerprint_data
 from trainyard.train.checkpointing.directory_owner import DirectoryClaim, check_owner, find_owner, owner_record
 from trainyard.train.checkpointing.pending_save import PendingSave, error_line

@@ -39,12 +39,12 @@ from trainyard.checkpoint.formats.tensor_map import (
 )
 from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch, run_parallel
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor
-from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
 from trainyard.core.atomic_files import atomic_directory, atomic_write_text, fsync_directory
 from trainyard.core.errors import UserError
 from trainyard.models import ModelConfig
+from trainyard.remote.storage import resolve_new_directory
 
 CURRENT_FILE_NAME = re.compile(
     r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt"

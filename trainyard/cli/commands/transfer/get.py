@@ -15,7 +15,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 
 if TYPE_CHECKING:
-    from trainyard.remote.samples import Sample
+    from trainyard.remote.demo_datasets import DemoDataset
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -61,17 +61,17 @@ def get(
       trainyard get https://example.com/text.tar.gz text --unpack
     """
     from trainyard.remote.catalog import DATASETS
+    from trainyard.remote.demo_datasets import DEMO_DATASETS
     from trainyard.remote.get import GetOptions, check_existing, choose_target, list_source
     from trainyard.remote.get import get as run_get
-    from trainyard.remote.samples import SAMPLES
 
     if list_names:
         print_datasets()
         return
     if source is None:
         raise UserError("get: give a SOURCE, or --list")
-    if source in SAMPLES:
-        write_sample(SAMPLES[source], destination, dry_run, overwrite)
+    if source in DEMO_DATASETS:
+        write_demo_dataset(DEMO_DATASETS[source], destination, dry_run, overwrite)
         return
     dataset = DATASETS.get(source)
     options = GetOptions(
@@ -108,26 +108,26 @@ def get(
         print(f"next: {dataset.next_command.format(dest=destination or dataset.name)}")
 
 
-def write_sample(sample: "Sample", destination: str | None, dry_run: bool, overwrite: bool) -> None:
+def write_demo_dataset(dataset: "DemoDataset", destination: str | None, dry_run: bool, overwrite: bool) -> None:
     """Make a small data set on this machine."""
-    target = Path(destination or sample.name).expanduser()
+    target = Path(destination or dataset.name).expanduser()
     if os.path.lexists(target) and not overwrite and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target}: already exists; --overwrite replaces it")
     if dry_run:
-        print(f"{target}: {sample.description}; nothing is written")
+        print(f"{target}: {dataset.description}; nothing is written")
         return
-    count = sample.write(target)
+    count = dataset.write(target)
     size = sum(path.stat().st_size for path in target.iterdir())
     print(f"{_short(target)}: {counted(count, 'document', ',')}, {_size_text(size)}")
-    print(f"license: {sample.license}")
-    print(f"next: {sample.next_command.format(dest=destination or sample.name)}")
+    print(f"license: {dataset.license}")
+    print(f"next: {dataset.next_command.format(dest=destination or dataset.name)}")
 
 
 def print_datasets() -> None:
     """The named data sets with size, license and the next command."""
     from trainyard.remote.catalog import DATASETS
+    from trainyard.remote.demo_datasets import DEMO_DATASETS
     from trainyard.remote.get import ask_sizes
-    from trainyard.remote.samples import SAMPLES
 
     if sys.stderr.isatty():
         print("asking the sources for sizes ...", file=sys.stderr)
@@ -140,11 +140,11 @@ def print_datasets() -> None:
             print(f"  from: {place}")
         print(f"  get:  trainyard get {dataset.name} {dataset.name}")
         print(f"  next: {dataset.next_command.format(dest=dataset.name)}")
-    for sample in SAMPLES.values():
-        print(f"{sample.name}: {sample.description}")
-        print(f"  license: {sample.license}")
-        print(f"  get:  trainyard get {sample.name} {sample.name}")
-        print(f"  next: {sample.next_command.format(dest=sample.name)}")
+    for demo in DEMO_DATASETS.values():
+        print(f"{demo.name}: {demo.description}")
+        print(f"  license: {demo.license}")
+        print(f"  get:  trainyard get {demo.name} {demo.name}")
+        print(f"  next: {demo.next_command.format(dest=demo.name)}")
 
 
 def parse_size(text: str) -> int:

@@ -12,8 +12,7 @@ from trainyard import models
 from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights, verify_checksums
-from trainyard.checkpoint.store_upload import files_to_upload, upload_files
-from trainyard.checkpoint.transfer import local_source
+from trainyard.checkpoint.transfer import FINAL_FILES, files_to_upload, local_source
 from trainyard.cli.commands.convert import convert_with_progress
 from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.cli.options import HfConfig
@@ -26,6 +25,7 @@ from trainyard.families.hf_config import from_hf
 from trainyard.preflight.plan.compare_measured import ComparisonRow
 from trainyard.remote.hub_upload import CARD, parse_target, upload_directory
 from trainyard.remote.location import HubLocation, parse_hub_location
+from trainyard.remote.store_upload import upload_with_manifest
 
 
 def push(
@@ -98,8 +98,8 @@ def _weights_of(source: str) -> str:
 
 
 def _has_checkpoint(source: str) -> bool:
-    from trainyard.checkpoint.io.storage import open_storage
     from trainyard.checkpoint.registry import latest_checkpoint
+    from trainyard.remote.storage import open_storage
 
     return latest_checkpoint(open_storage(source)) is not None
 
@@ -138,6 +138,6 @@ def _push_to_store(source: Path, target: str, overwrite: bool, dry_run: bool) ->
         return
     start = time.monotonic()
     with ProgressDisplay("upload") as progress:
-        done = upload_files(files, target, overwrite, progress.update)
+        done = upload_with_manifest(files, target, FINAL_FILES, overwrite, progress.update)
     seconds, count = max(time.monotonic() - start, 1e-9), counted(len(files), "file")
     print(f"{target}: {count}, {size_text(done)} in {seconds:.1f} s ({size_text(done / seconds)}/s)")

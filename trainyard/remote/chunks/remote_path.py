@@ -1,21 +1,16 @@
 """Paths of remote objects, with the part of pathlib's interface that readers of data files use."""
 
 import io
-import os
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import total_ordering
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from trainyard.config.data_schema import DataSection
-from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
-from trainyard.core.user_cache import user_cache
-from trainyard.data.remote.chunk_cache import ChunkCache, open_cache
-from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, root_of
-from trainyard.data.remote.remote_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, CachedFile
-from trainyard.remote.location import is_url
+from trainyard.remote.chunks.cached_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, CachedFile
+from trainyard.remote.chunks.chunk_cache import ChunkCache
+from trainyard.remote.chunks.object_reader import ObjectReader, root_of
+from trainyard.remote.object_store import StoredObject, has_glob
 
 
 class RemoteFiles:
@@ -24,26 +19,26 @@ class RemoteFiles:
     def __init__(self, cache: ChunkCache) -> None:
         self.cache = cache
         self.chunk_bytes = LARGE_CHUNK_BYTES
-        self.stores: dict[str, ObjectStore] = {}
+        self.readers: dict[str, ObjectReader] = {}
         self.objects: dict[str, StoredObject | None] = {}
         self.listings: dict[str, list[str]] = {}
         self.files: dict[str, CachedFile] = {}
 
-    def store(self, url: str) -> ObjectStore:
+    def reader(self, url: str) -> ObjectReader:
         root = root_of(url)
-        if root not in self.stores:
-            self.stores[root] = ObjectStore(url)
-        return self.stores[root]
+        if root not in self.readers:
+            self.readers[root] = ObjectReader(url)
+        return self.readers[root]
 
     def stored(self, url: str) -> StoredObject | None:
         """The object of a URL; None if there is none."""
         if url not in self.objects:
-            self.objects[url] = self.store(url).find(url)
+            self.objects[url] = self.reader(url).find(url)
         return self.objects[url]
 
     def match(self, pattern: str) -> list["RemotePath"]:
         """The object of this URL, a prefix of objects (a directory), or all objects that match a glob, sorted."""
-        if any(character in pattern for character in GLOB_CHARACTERS) and not self.store(pattern).is_http:
+        if has_glob(pattern) and not self.reader(pattern).store.is_http:
             return [RemotePath(self, url) for url in self._list(pattern)]
         path = RemotePath(self, pattern)
         return [path] if path.is_file() or path.is_dir() else []
@@ -53,7 +48,7 @@ class RemoteFiles:
 
     def _list(self, pattern: str) -> list[str]:
         if pattern not in self.listings:
-            found = self.store(pattern).match(pattern)
+            found = self.reader(pattern).match(pattern)
             for stored in found:
                 self.objects.setdefault(stored.url, stored)
             self.listings[pattern] = [stored.url for stored in found]
@@ -64,7 +59,7 @@ class RemoteFiles:
             stored = self.stored(url)
             if stored is None:
                 raise UserError(f"{url}: no such object")
-            self.files[url] = CachedFile(self.store(url), stored, self.cache, self.chunk_bytes)
+            self.files[url] = CachedFile(self.reader(url), stored, self.cache, self.chunk_bytes)
         return self.files[url]
 
     def set_chunk_size(self, total_bytes: int) -> None:
@@ -132,7 +127,7 @@ class RemotePath:
 
     def is_dir(self) -> bool:
         """True if there are objects below this name, or, without listings (HTTP), the files of a saved dataset."""
-        if self.files.store(self.url).is_http:
+        if self.files.reader(self.url).store.is_http:
             return (self / "state.json").is_file()
         return not self.is_file() and bool(self.files.list_below(self.url))
 
@@ -154,21 +149,3 @@ class RemotePath:
 
 
 DataPath = Path | RemotePath
-
-
-def default_directory() -> Path:
-    """A directory of this user: in the cache of the home directory, or else among temporary files."""
-    directory = user_cache("data")
-    home = directory.parents[1]
-    if not os.access(home if home.exists() else home.parent, os.W_OK):
-        return Path(tempfile.gettempdir()) / f"trainyard-{os.getuid()}" / "trainyard" / "data"
-    return directory
-
-
-def open_files(data: DataSection) -> RemoteFiles:
-    directory = Path(data.cache.directory) if data.cache.directory else default_directory()
-    return RemoteFiles(open_cache(directory, int(data.cache.gib * GIB)))
-
-
-def has_urls(paths: Iterable[str]) -> bool:
-    return any(is_url(path) for path in paths)

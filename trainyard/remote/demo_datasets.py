@@ -34,7 +34,7 @@ DUMP_END = "</mediawiki>\n"
 
 
 @dataclass(frozen=True)
-class Sample:
+class DemoDataset:
     name: str
     description: str
     write: Callable[[Path], int]
@@ -70,16 +70,16 @@ def write_code(path: Path) -> int:
     return count
 
 
-SAMPLES = {
-    sample.name: sample
-    for sample in (
-        Sample(
+DEMO_DATASETS = {
+    dataset.name: dataset
+    for dataset in (
+        DemoDataset(
             "sample-wikipedia",
             "documentation of Python's standard library as a Wikipedia dump; made here, without a network",
             write_wikipedia,
             "trainyard data extract {dest}/samplewiki-latest-pages-articles-multistream.xml.bz2 --output wiki",
         ),
-        Sample(
+        DemoDataset(
             "sample-code",
             "source files of Python's standard library as JSON lines; made here, without a network",
             write_code,

@@ -25,9 +25,10 @@ from tests.support.examples import examples
 from tests.support.s3_server import s3_server
 from tests.train.test_resume import RunAtStep
 from trainyard import Callback
-from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
 from trainyard.core.errors import NotWritable, UserError
 from trainyard.metrics.run_directory import LOCK_FILE
+from trainyard.remote.sources.retry import SourceUnavailable
+from trainyard.remote.storage import Storage, open_storage
 from trainyard.train.checkpointing import saver
 
 ROOT = Path(__file__).parents[3]
@@ -357,7 +358,7 @@ def test_a_killed_process_does_not_block_its_run(
 
 UPLOAD = """
 import os, signal, sys
-from trainyard.checkpoint.io.storage import open_storage
+from trainyard.remote.storage import open_storage
 with open_storage(sys.argv[1]).write("rank_00000.safetensors") as file:
     for _ in range(3):
         file.write(b"1" * 5 * 2**20)
@@ -406,14 +407,14 @@ def test_an_unavailable_storage_stops_the_run_with_one_line(
     for name, text in (("ls", ""), ("info", "complete.json"), ("cat_file", "step_00000002")):
         with monkeypatch.context() as patch:
             patch.setattr(filesystem, name, refusing(getattr(filesystem, name), text))
-            with pytest.raises(StorageUnavailable, match=r"^memory://.*: PermissionError: Access Denied$"):
+            with pytest.raises(SourceUnavailable, match=r"^memory://.*: PermissionError: Access Denied$"):
                 train(url, tmp_path / "logs", 2, resume="auto")
 
 
 WITHOUT_S3FS = """
 import sys
 sys.modules["s3fs"] = None
-from trainyard.checkpoint.io.storage import open_storage
+from trainyard.remote.storage import open_storage
 try:
     open_storage("s3://yard/x")
 except ValueError as error:

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainyard.core.atomic_files import atomic_file, fsync_directory
+from trainyard.core.disk_space import free_bytes
 from trainyard.core.errors import UserError, one_line
-from trainyard.remote.sources.object_store import open_filesystem
+from trainyard.remote.object_store import ObjectStore, translate_error
+from trainyard.remote.sources.retry import SourceUnavailable
 
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 """Protocols of object stores: a file becomes visible when it is closed, and directories are only name prefixes."""
-
-
-class StorageUnavailable(UserError):
-    """The storage did not answer, or refused to."""
 
 
 class LocalStorage:
@@ -78,10 +76,7 @@ class LocalStorage:
 
     def free_bytes(self) -> int | None:
         """Free space in bytes; None if unknown."""
-        existing = self.path
-        while not existing.exists():
-            existing = existing.parent
-        return shutil.disk_usage(existing).free
+        return free_bytes(self.path)
 
 
 class _LocalFile:
@@ -113,14 +108,15 @@ class _LocalFile:
 
 
 class FsspecStorage:
-    def __init__(self, filesystem: Any, path: str, url: str, is_object_store: bool) -> None:
-        self.filesystem, self.path, self.url, self.is_object_store = filesystem, path, url, is_object_store
+    def __init__(self, store: ObjectStore, path: str, url: str) -> None:
+        self.store, self.path, self.url = store, path, url
+        self.filesystem, self.is_object_store = store.filesystem, store.protocol in OBJECT_STORES
 
     def __str__(self) -> str:
         return self.url
 
     def __truediv__(self, name: str) -> "FsspecStorage":
-        return FsspecStorage(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}", self.is_object_store)
+        return FsspecStorage(self.store, f"{self.path}/{name}", f"{self.url}/{name}")
 
     def mkdir(self) -> None:
         if not self.is_object_store:  # there, it could only create a bucket
@@ -136,13 +132,9 @@ class FsspecStorage:
         return sorted(path.rsplit("/", 1)[-1] for path in paths if path != self.path.strip("/"))  # ls of a file: itself
 
     def file_size(self, name: str) -> int | None:
-        self.filesystem.invalidate_cache()
-        try:
-            with _storage_errors(f"{self.url}/{name}"):
-                info = self.filesystem.info(f"{self.path}/{name}")
-        except FileNotFoundError:
-            return None
-        return int(info["size"] or 0) if info["type"] == "file" else None
+        with _storage_errors(f"{self.url}/{name}"):
+            info = self.store.info(f"{self.path}/{name}")
+        return int(info["size"] or 0) if info and info["type"] == "file" else None
 
     @contextmanager
     def write(self, name: str) -> Iterator[BinaryIO]:
@@ -209,19 +201,19 @@ def open_storage(location: str | Path) -> Storage:
         return LocalStorage(Path(text).expanduser())
     if text.startswith("file://"):
         return LocalStorage(Path(text.removeprefix("file://")))
-    filesystem, path = open_filesystem(text)
-    return FsspecStorage(filesystem, path, text.rstrip("/"), text.partition("://")[0] in OBJECT_STORES)
+    store = ObjectStore(text)
+    return FsspecStorage(store, store.path, text.rstrip("/"))
 
 
 @contextmanager
 def _storage_errors(location: str) -> Iterator[None]:
-    """Turn the errors of any storage library, other than FileNotFoundError, into a one-line StorageUnavailable."""
+    """Turn the errors of any storage library, other than FileNotFoundError, into a one-line SourceUnavailable."""
     try:
         yield
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise StorageUnavailable(f"{location}: {type(error).__name__}: {one_line(error)}") from None
+        raise SourceUnavailable(str(translate_error(error, location, {}))) from None
 
 
 def resolve_new_directory(path: Path) -> Path:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError, is_disk_full
-from trainyard.data.file_lock import NumberedLocks
+from trainyard.core.file_lock import NumberedLocks
 
 logger = logging.getLogger(__name__)
 

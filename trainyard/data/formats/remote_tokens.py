@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.data.remote.remote_file import CachedFile, Positions
+from trainyard.remote.chunks.cached_file import CachedFile, Positions
 
 Rows = NDArray[np.int32]
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from trainyard.core.errors import UserError
-from trainyard.data.remote.chunk_cache import Chunk, ChunkCache, open_cache
-from trainyard.data.remote.chunk_reader import ChunkReader
-from trainyard.data.remote.object_store import ObjectStore
-from trainyard.data.remote.remote_file import CachedFile
+from trainyard.remote.chunks.cached_file import CachedFile
+from trainyard.remote.chunks.chunk_cache import Chunk, ChunkCache, open_cache
+from trainyard.remote.chunks.chunk_reader import ChunkReader
+from trainyard.remote.chunks.object_reader import ObjectReader
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_whole_file_is_one_array_until_a_chunk_is_evicted(cache: ChunkCache, tmp
     content = np.random.RandomState(0).bytes(9000)
     fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/x", content)
     cache.max_bytes = 1 << 20
-    store = ObjectStore(url)
+    store = ObjectReader(url)
     stored = store.find(url)
     assert stored is not None
     file = CachedFile(store, stored, cache, 4096)

@@ -21,7 +21,7 @@ from trainyard.remote.fetch import OnBytes, download, ignore_bytes
 from trainyard.remote.location import COMMIT_HASH, HubLocation
 from trainyard.remote.model_files import Wanted, needed_files
 from trainyard.remote.sources.hub import HubListing, list_repository, quiet_client, select_paths, translate_error
-from trainyard.remote.sources.remote_file import SourceUnavailable
+from trainyard.remote.sources.retry import SourceUnavailable
 
 FRESH_S = 600.0
 MAX_HTTP_BYTES = 50 * 10**9
@@ -81,9 +81,8 @@ def _snapshot(location: HubLocation, choose: Choose, on_bytes: OnBytes) -> tuple
 
 def _download(location: HubLocation, choose: Choose, on_bytes: OnBytes) -> tuple[Path, list[str]]:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.file_download import repo_folder_name
 
-    folder = _cache_directory() / repo_folder_name(repo_id=location.repo, repo_type=location.kind)
+    folder = _cache_directory() / _folder_name(location)
     while True:
         listing = list_repository(location)
 
@@ -140,9 +139,7 @@ def _blob(listing: HubListing, path: str) -> str:
 
 def _find_in_cache(location: HubLocation, choose: Choose) -> tuple[Path, list[str]] | None:
     """The latest known commit of a revision, if the cache has all chosen files of it."""
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = _cache_directory() / repo_folder_name(repo_id=location.repo, repo_type=location.kind)
+    folder = _cache_directory() / _folder_name(location)
     revision = location.revision or "main"
     try:
         commit = revision if COMMIT_HASH.fullmatch(revision) else (folder / "refs" / revision).read_text().strip()
@@ -176,13 +173,18 @@ def _cache_directory() -> Path:
     return Path(HF_HUB_CACHE).expanduser()
 
 
+def _folder_name(location: HubLocation) -> str:
+    """The directory of a repository in the cache."""
+    from huggingface_hub.file_download import repo_folder_name
+
+    return str(repo_folder_name(repo_id=location.repo, repo_type=location.kind))
+
+
 @contextmanager
 def _host_lock(location: HubLocation) -> Iterator[Path]:
     """Hold this host's lock on a repository in the cache. A cache that cannot be written needs none."""
-    from huggingface_hub.file_download import repo_folder_name
-
-    name = repo_folder_name(repo_id=location.repo, repo_type=location.kind)
-    path = _cache_directory() / ".locks" / "trainyard" / f"{name}@{(location.revision or 'main').replace('/', '%2F')}"
+    name = f"{_folder_name(location)}@{(location.revision or 'main').replace('/', '%2F')}"
+    path = _cache_directory() / ".locks" / "trainyard" / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()

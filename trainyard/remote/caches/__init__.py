@@ -1,1 +1,0 @@
-"""Where copies of them are kept."""

@@ -1,0 +1,1 @@
+"""Byte ranges of objects, kept on this host in files of one size."""
