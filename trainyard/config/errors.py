@@ -7,7 +7,6 @@ from typing import get_args
 
 from pydantic_core import ErrorDetails
 
-from trainyard.config.renamed_keys import NEW_VALUES, RENAMED_KEYS, RENAMED_VALUES
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import allowed_values, field_docstrings, schema_keys, tagged_unions, without_tags
 from trainyard.core.section import Section
@@ -57,8 +56,6 @@ def _error_line(error: ErrorDetails) -> str:
     if kind == "family_error":
         return f"{tag_key}={context['name']}: {context['reason']}"
     if kind == "literal_error":
-        if isinstance(value, str) and value in RENAMED_VALUES.get(key, {}):
-            return f"{assignment}: renamed to {RENAMED_VALUES[key][value]}"
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
         return f"{assignment}: not one of {', '.join(choices)}{nearest_name(str(value), choices)}"
     if is_rule_of_section(error):  # the message names a key, without its section
@@ -115,21 +112,16 @@ def _unknown_key_line(key: str, section: type[Section] | None, value: object) ->
     while isinstance(value, dict) and value:  # an unknown section: its first key says more
         name, value = next(iter(value.items()))
         key, section = f"{key}.{name}", None
-    return f"{key}={format_value(value)}: {_unknown_key_hint(key, section, value)}"
+    return f"{key}={format_value(value)}: {_unknown_key_hint(key, section)}"
 
 
-def _unknown_key_hint(key: str, section: type[Section] | None, value: object) -> str:
-    siblings = list(section.model_fields) if section else []
-    renamed = RENAMED_KEYS.get(key, "")
-    if renamed.rsplit(".", 1)[-1] in siblings:
-        values = NEW_VALUES.get(key, {}) if isinstance(value, bool) else {}
-        return f"renamed to {renamed}" + "".join(f"={format_value(new)}" for old, new in values.items() if old is value)
+def _unknown_key_hint(key: str, section: type[Section] | None) -> str:
     tags = [TAG.findall(doc.name) for doc in schema_keys() if without_tags(doc.name) == key]
     if owners := [tag[-1] for tag in tags if tag]:
         return f"unknown key here; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
     from trainyard.config.suggest_key import suggest_key  # its tables are large; few files need them
 
-    return f"unknown key; {suggest_key(key, siblings)}"
+    return f"unknown key; {suggest_key(key, section.model_fields if section else ())}"
 
 
 def _describe(section: type[Section] | None, key: str) -> str:

@@ -236,7 +236,7 @@ def test_killed_runs_give_the_shards_of_one_run(tmp_path: Path, kind: str, kills
 
 
 def test_progress_file_keeps_its_format(tmp_path: Path) -> None:
-    """Runs of earlier versions can be resumed."""
+    """A run resumes after an update of the package."""
     (tmp_path / "a.xml").write_bytes(wikipedia_dumps.dump(PAGES))
     run(tmp_path / "a.xml", output=tmp_path / "out")
     saved = json.loads((tmp_path / "out" / ".extract.json").read_text())
