@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainyard.dashboard.numbers import FloatArray, to_floats, to_json, to_json_exact
-from trainyard.metrics.record_numbers import to_count, to_finite
+from trainyard.metrics.json_lines import to_count, to_finite
 
 AXES = ("step", "tokens", "time")
 SERIES = ("loss", "grad_norm", "tokens_per_second", "mfu", "lr")

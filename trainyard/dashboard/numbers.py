@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.metrics.record_numbers import as_number
+from trainyard.metrics.json_lines import as_number
 
 FloatArray = NDArray[np.float64]
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainyard.dashboard.run_files import FileState, RunDirectoryReader
-from trainyard.metrics.json_lines import parse_lines
-from trainyard.metrics.record_numbers import to_count, to_finite
+from trainyard.metrics.json_lines import parse_lines, to_count, to_finite
 from trainyard.metrics.run_directory import IDENTITY_FILE, is_training
 
 HEAD_BYTES = 1 << 12

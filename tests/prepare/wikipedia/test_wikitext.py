@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from trainyard.prepare.wikipedia.date_templates import DATE_RULES, page_variables
-from trainyard.prepare.wikipedia.language_templates import LANGUAGE_RULES
+from trainyard.prepare.wikipedia.template_rules import DATE_RULES, LANGUAGE_RULES, page_variables
 from trainyard.prepare.wikipedia.wikitext import wikitext_to_text
 
 INLINE = [

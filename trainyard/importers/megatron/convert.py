@@ -27,8 +27,8 @@ from trainyard.importers.key_table import (
 from trainyard.importers.known_models import find_known_model
 from trainyard.importers.megatron import sections
 from trainyard.importers.megatron.keys import MEGATRON_FLAGS
-from trainyard.importers.shell.conditions import TEST_COMMANDS
 from trainyard.importers.shell.script import (
+    TEST_COMMANDS,
     UNKNOWN_MARK,
     ShellCommand,
     Variables,

@@ -7,9 +7,14 @@ here, above all citations and infoboxes, are dropped with their arguments.
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from trainyard.prepare.wikipedia.date_templates import DATE_RULES, month_name
-from trainyard.prepare.wikipedia.language_templates import LANGUAGE_RULES, pronunciation
-from trainyard.prepare.wikipedia.template_arguments import TemplateArguments, TemplateRule
+from trainyard.prepare.wikipedia.template_rules import (
+    DATE_RULES,
+    LANGUAGE_RULES,
+    TemplateArguments,
+    TemplateRule,
+    month_name,
+    pronunciation,
+)
 from trainyard.prepare.wikipedia.text_layout import BLANK_CHARACTERS
 
 TEXT_PATTERNS = {

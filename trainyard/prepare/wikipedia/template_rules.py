@@ -1,11 +1,39 @@
-"""Templates for dates, ages and coordinates, as readers of the English Wikipedia see them.
-
-Ages that count until today are left out: a page shows them as of the day when it is read.
-"""
+"""Arguments of a template."""
 
 import re
+from collections.abc import Callable, Sequence
 
-from trainyard.prepare.wikipedia.template_arguments import TemplateArguments, TemplateRule
+ARGUMENT_NAME = re.compile(r"[\w -]{1,40}")
+
+
+class TemplateArguments:
+    """Arguments of a template by name, or by number from 1 on. A missing argument is empty."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self.values: dict[str, str] = {}
+        self.count = 0
+        for part in parts:
+            name, equals, value = part.partition("=")
+            if equals and ARGUMENT_NAME.fullmatch(name.strip()):
+                self.values[name.strip()] = value.strip()
+            else:
+                self.count += 1
+                self.values[str(self.count)] = part.strip()
+        if "1" not in self.values:
+            self.values["1"] = next(
+                (self.values[key] for key in ("text", "quote", "content") if key in self.values), ""
+            )
+
+    def __getitem__(self, key: int | str) -> str:
+        return self.values.get(str(key), "")
+
+    def positional(self) -> list[str]:
+        """The unnamed arguments, in order."""
+        return [self[number] for number in range(1, self.count + 1)]
+
+
+TemplateRule = Callable[[TemplateArguments], str]
+
 
 MONTHS = [
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
@@ -114,4 +142,57 @@ DATE_RULES: dict[str, TemplateRule] = {
     **dict.fromkeys(("oldstyledate", "oldstyledatedy", "old style date"), old_style_date),
     **dict.fromkeys(("coord", "coords", "coordinates"), coordinates),
     **dict.fromkeys(("circa", "c.", "ca."), circa),
+}  # fmt: skip
+
+
+CHINESE_LABELS = {
+    "c": "Chinese", "s": "simplified Chinese", "t": "traditional Chinese", "p": "pinyin", "tp": "Tongyong Pinyin",
+    "w": "Wade–Giles", "j": "Jyutping", "cy": "Cantonese Yale", "sl": "Sidney Lau", "poj": "Pe̍h-ōe-jī",
+    "tl": "Tâi-lô", "zhu": "Zhuyin Fuhao", "l": "lit.", "tr": "trans.",
+}  # fmt: skip
+"""What {{zh}} writes before each argument, in the order in which it shows them."""
+SOUND_FILE = re.compile(r".*\.(?:og[ga]|wav|mp3|flac|opus)", re.IGNORECASE)
+ENGLISH_LABELS = {
+    "lang": "English:", "pron": "pronounced", "ipa": "IPA:", "local": "locally", "uk": "UK:", "us": "US:",
+    "ukalso": "UK also", "usalso": "US also", "also": "also", "alsouk": "also UK:", "alsous": "also US:",
+}  # fmt: skip
+"""Arguments of {{IPAc-en}} that are not sounds."""
+
+
+def chinese(arguments: TemplateArguments) -> str:
+    """{{zh|s=中国|t=中國|p=Zhōngguó}}: "simplified Chinese: 中国; traditional Chinese: 中國; pinyin: Zhōngguó"."""
+    with_labels = arguments["labels"].lower() not in ("no", "n", "false", "0")
+    out = []
+    for key, label in CHINESE_LABELS.items():
+        if text := arguments[key]:
+            text = f"'{text}'" if key in ("l", "tr") else text
+            separator = " " if label.endswith(".") else ": "
+            out.append(f"{label}{separator}{text}" if with_labels else text)
+    return "; ".join(out) or arguments[1]
+
+
+def pronunciation(arguments: TemplateArguments) -> str:
+    """{{IPA|[paʁi]}}, {{IPA|fr|paʁi}} and {{IPA-fr|paʁi}}: "[paʁi]". The name of the language is left out."""
+    words = [word for word in arguments.positional() if word and not SOUND_FILE.fullmatch(word)]
+    text = words[1] if len(words) > 1 and re.fullmatch(r"[a-z]{2,3}(?:-\w+)*", words[0]) else "".join(words[:1])
+    is_delimited = (len(words) == 1 and not arguments["label"]) or text[:1] in "[/(⟨"
+    return text if is_delimited or not text else f"[{text}]"
+
+
+def english_pronunciation(arguments: TemplateArguments) -> str:
+    """{{IPAc-en|lang|ˈ|l|ʌ|n|d|ən}}: "English: /ˈlʌndən/"."""
+    words = [word for word in arguments.positional() if word and not SOUND_FILE.fullmatch(word)]
+    labels = [ENGLISH_LABELS[word.lower()] for word in words if word.lower() in ENGLISH_LABELS]
+    sounds = "".join(word.replace("_", " ") for word in words if word.lower() not in ENGLISH_LABELS)
+    return " ".join([*labels, f"/{sounds}/"]) if sounds else ""
+
+
+LANGUAGE_RULES: dict[str, TemplateRule] = {
+    **dict.fromkeys(("zh", "lang-zh", "zh-cst", "zh-cp", "zh-tsp", "zh-stp"), chinese),
+    **dict.fromkeys(("ipa", "ipa-all", "api", "ipalink", "ipaalink"), pronunciation),
+    **dict.fromkeys(("ipablink", "phonetic"), lambda arguments: f"[{arguments[1]}]"),
+    **dict.fromkeys(("ipaslink", "phonemic"), lambda arguments: f"/{arguments[1]}/"),
+    "ipac-en": english_pronunciation,
+    "respell": lambda arguments: "-".join(filter(None, arguments.positional())).replace("-_-", " "),
+    "audio": lambda arguments: arguments[2],
 }  # fmt: skip
