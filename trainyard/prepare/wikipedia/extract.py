@@ -46,7 +46,7 @@ SKIP_REASONS = {
     "short": "without text or too short",
     "malformed": "not well-formed",
 }
-"""Why a page is not an article, and its description for users."""
+"""Description for users of each reason for which a page is not an article."""
 
 
 @dataclass(frozen=True)

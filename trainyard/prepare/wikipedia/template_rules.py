@@ -123,26 +123,19 @@ def circa(arguments: TemplateArguments) -> str:
     return " – ".join(f"c. {year}" for year in arguments.positional()[:2] if year) or "c."
 
 
-DATE_RULES: dict[str, TemplateRule] = {
-    **dict.fromkeys(
-        (
-            "birth date", "birth date and age", "bda", "dob", "death date", "start date", "start date and age",
-            "end date", "end date and age", "release date", "release date and age", "film date", "dts",
-            "date table sorting", "birth year and age", "launch date", "birth date and given age", "date",
-        ),
-        first_date,
-    ),
-    **dict.fromkeys(
-        ("birth-date", "birth-date and age", "death-date", "death-date and age", "start-date", "end-date", "bda2",
-         "death year and age", "death year", "birth year", "birth based on age at death"),
-        lambda arguments: arguments[1],
-    ),
-    **dict.fromkeys(("death date and age", "dda", "death date and given age"), death_date_and_age),
-    **dict.fromkeys(("age", "age in years"), age),
-    **dict.fromkeys(("oldstyledate", "oldstyledatedy", "old style date"), old_style_date),
-    **dict.fromkeys(("coord", "coords", "coordinates"), coordinates),
-    **dict.fromkeys(("circa", "c.", "ca."), circa),
-}  # fmt: skip
+DATE_RULES: dict[TemplateRule, str] = {
+    first_date: "birth date, birth date and age, bda, dob, death date, start date, start date and age, end date, "
+    "end date and age, release date, release date and age, film date, dts, date table sorting, birth year and age, "
+    "launch date, birth date and given age, date",
+    lambda arguments: arguments[1]: "birth-date, birth-date and age, death-date, death-date and age, start-date, "
+    "end-date, bda2, death year and age, death year, birth year, birth based on age at death",
+    death_date_and_age: "death date and age, dda, death date and given age",
+    age: "age, age in years",
+    old_style_date: "oldstyledate, oldstyledatedy, old style date",
+    coordinates: "coord, coords, coordinates",
+    circa: "circa, c., ca.",
+}
+"""Rules with the lowercase names of their templates."""
 
 
 CHINESE_LABELS = {
@@ -150,7 +143,7 @@ CHINESE_LABELS = {
     "w": "Wade–Giles", "j": "Jyutping", "cy": "Cantonese Yale", "sl": "Sidney Lau", "poj": "Pe̍h-ōe-jī",
     "tl": "Tâi-lô", "zhu": "Zhuyin Fuhao", "l": "lit.", "tr": "trans.",
 }  # fmt: skip
-"""What {{zh}} writes before each argument, in the order in which it shows them."""
+"""The text that {{zh}} writes before each argument, in the order in which it shows them."""
 SOUND_FILE = re.compile(r".*\.(?:og[ga]|wav|mp3|flac|opus)", re.IGNORECASE)
 ENGLISH_LABELS = {
     "lang": "English:", "pron": "pronounced", "ipa": "IPA:", "local": "locally", "uk": "UK:", "us": "US:",
@@ -187,12 +180,12 @@ def english_pronunciation(arguments: TemplateArguments) -> str:
     return " ".join([*labels, f"/{sounds}/"]) if sounds else ""
 
 
-LANGUAGE_RULES: dict[str, TemplateRule] = {
-    **dict.fromkeys(("zh", "lang-zh", "zh-cst", "zh-cp", "zh-tsp", "zh-stp"), chinese),
-    **dict.fromkeys(("ipa", "ipa-all", "api", "ipalink", "ipaalink"), pronunciation),
-    **dict.fromkeys(("ipablink", "phonetic"), lambda arguments: f"[{arguments[1]}]"),
-    **dict.fromkeys(("ipaslink", "phonemic"), lambda arguments: f"/{arguments[1]}/"),
-    "ipac-en": english_pronunciation,
-    "respell": lambda arguments: "-".join(filter(None, arguments.positional())).replace("-_-", " "),
-    "audio": lambda arguments: arguments[2],
-}  # fmt: skip
+LANGUAGE_RULES: dict[TemplateRule, str] = {
+    chinese: "zh, lang-zh, zh-cst, zh-cp, zh-tsp, zh-stp",
+    pronunciation: "ipa, ipa-all, api, ipalink, ipaalink",
+    english_pronunciation: "ipac-en",
+    lambda arguments: f"[{arguments[1]}]": "ipablink, phonetic",
+    lambda arguments: f"/{arguments[1]}/": "ipaslink, phonemic",
+    lambda arguments: "-".join(filter(None, arguments.positional())).replace("-_-", " "): "respell",
+    lambda arguments: arguments[2]: "audio",
+}
