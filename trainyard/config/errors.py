@@ -179,7 +179,7 @@ def _value_within(section: type[Section] | None, key: str, bound: str, limit: fl
 
 
 class ForeignKey(NamedTuple):
-    """What a name of another system is here."""
+    """The keys here that do what a name of another system does."""
 
     keys: tuple[str, ...]
     """Keys, perhaps with a value, or commands; may be empty."""

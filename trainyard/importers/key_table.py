@@ -18,7 +18,7 @@ ConfigKeys = dict[str, Any]
 
 
 class KeyRule(NamedTuple):
-    """How one foreign key (or flag) is imported."""
+    """The rule by which one foreign key (or flag) is imported."""
 
     value_type: str
     """A name in VALUE_TYPES."""
@@ -47,7 +47,7 @@ class ImportedConfig(NamedTuple):
     outcomes: list[KeyOutcome]
     warnings: list[str]
     missing_hint: str = ""
-    """Where values of missing keys usually come from."""
+    """The usual source of missing keys, for the error about one."""
 
 
 VALUE_TYPES: dict[str, tuple[tuple[type, ...], str]] = {

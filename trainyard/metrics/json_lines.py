@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 1 << 20
 TAIL_RECORDS = 256
 """Last records of a file that `repair_json_lines` returns."""
 NOT_FINITE = ("nan", "inf", "-inf")
-"""How a run writes numbers that JSON does not have."""
+"""The text that a run writes for a number that JSON does not have."""
 
 
 class JsonLines(NamedTuple):

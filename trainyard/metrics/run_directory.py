@@ -20,14 +20,14 @@ from trainyard.core.errors import DirectoryInUse, NotWritable, UserError, is_not
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
 LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-"""What flock says of a file that another process has locked."""
+"""Errors of flock for a file that another process has locked."""
 LOCK_WAIT_S = 0.2
 """Seconds to wait for a lock: `is_training` takes it for an instant."""
 logger = logging.getLogger(__name__)
 
 
 class RunIdentity(NamedTuple):
-    """What a directory says about its run."""
+    """The content of run.json."""
 
     name: str
     """log.name of the run."""

@@ -1,4 +1,4 @@
-"""What a run is doing now, read from its directory: step, loss, speed, time left, slowest rank."""
+"""The state of a run now, read from its directory: step, loss, speed, time left, slowest rank."""
 
 from collections import deque
 from pathlib import Path

@@ -22,7 +22,7 @@ TAIL_BYTES = 1 << 18
 MANY_RANKS = 64
 """More ranks than this have shorter ends of files read."""
 CLOCK_RESOLUTION_NS = 2_000
-"""Of the clocks of devices."""
+"""Resolution of the clocks of devices."""
 
 
 @dataclass
@@ -60,15 +60,15 @@ class RankWindow:
 
     @property
     def prefix(self) -> str:
-        """What begins the names of the spans that contain the work itself."""
+        """The prefix of the names of the spans that contain the work itself."""
         return "" if self.header.synchronous else DEVICE_PREFIX
 
     def is_named(self, name: str) -> np.ndarray[Any, Any]:
-        """Which spans have this name."""
+        """A mask of the spans with this name."""
         return self.name == (self.names.index(name) if name in self.names else -1)
 
     def in_steps(self) -> np.ndarray[Any, Any]:
-        """Which spans belong to the work of a step, and not to what follows it, such as an evaluation."""
+        """A mask of the spans that belong to the work of a step, and not to what follows it, such as an evaluation."""
         is_step = self.is_named(self.prefix + STEP)
         steps, first = np.unique(self.step[is_step], return_index=True)
         if not len(steps):
@@ -86,7 +86,7 @@ class RankWindow:
         return dict(zip(steps.tolist(), totals.tolist(), strict=True))
 
     def reduction_ends(self) -> dict[int, int]:
-        """When the last collective of each step ended in which all ranks wait for each other."""
+        """The end of the last collective of each step in which all ranks wait for each other."""
         selected = self.is_named(self.prefix + WAIT) & (self.depth == 1)
         ends = self.start[selected] + self.duration[selected]
         order = np.argsort(ends, kind="stable")
@@ -178,13 +178,13 @@ class LastReplica(NamedTuple):
     steps: int
     """Steps in which it was last."""
     others_wait_ms: float
-    """How long the other replicas waited for it on average, in the median of these steps."""
+    """Mean time for which the other replicas waited for it, in the median of these steps."""
     step_ms: float
     """Their step time, in the median of these steps."""
 
 
 class WaitSummary(NamedTuple):
-    """Who waited for whom in a window of steps."""
+    """Waits of all ranks in a window of steps, and the replica that caused most of them."""
 
     steps: int
     """Steps that all ranks have recorded."""

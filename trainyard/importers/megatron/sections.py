@@ -11,13 +11,7 @@ from typing import Any
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.yaml_io import format_value
-from trainyard.importers.key_table import (
-    ConfigKeys,
-    check_choice,
-    check_family,
-    gpt2_tokenizer,
-    token_data,
-)
+from trainyard.importers.key_table import ConfigKeys, check_choice, check_family, gpt2_tokenizer, token_data
 from trainyard.importers.known_models import GPT2_TOKENIZER, vocab_size
 
 Flags = dict[str, Any]

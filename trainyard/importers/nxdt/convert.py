@@ -66,7 +66,6 @@ def _convert(tree: dict[str, Any], directory: Path) -> ImportedConfig:
         sections.checkpoint_keys,
         data_keys,
         sections.log_keys,
-        sections.logger_keys,
     ):
         set_keys(data, section_keys(keys, warnings))
     _warn_about_defects(keys, model, warnings)

@@ -199,21 +199,19 @@ def _minutes(interval: dict[str, Any]) -> float:
     return sum(MINUTES[unit] * count for unit, count in interval.items())
 
 
-def logger_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
-    choices = {name: keys.get(f"exp_manager.create_{name}_logger") for name in ("tensorboard", "wandb", "mlflow")}
-    if all(choice is None for choice in choices.values()):
-        return {}
-    return {"log.loggers": [name for name, choice in choices.items() if choice]}
-
-
 def log_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    choices = {name: keys.get(f"exp_manager.create_{name}_logger") for name in ("tensorboard", "wandb", "mlflow")}
+    config_keys: ConfigKeys = {}
+    if any(choice is not None for choice in choices.values()):
+        config_keys["log.loggers"] = [name for name, choice in choices.items() if choice]
     run_directory = keys.get("exp_manager.explicit_log_dir") or keys.get("exp_manager.exp_log_dir")
     if run_directory:
         path = PurePath(run_directory)
-        return {"log.directory": str(path.parent), "log.name": run_name(path.name)}
+        return config_keys | {"log.directory": str(path.parent), "log.name": run_name(path.name)}
     name = keys.get("exp_manager.name") or keys.get("name")
     parent = keys.get("exp_manager.exp_dir")
-    return ({"log.name": run_name(name)} if name else {}) | ({"log.directory": parent} if parent else {})
+    config_keys |= {"log.name": run_name(name)} if name else {}
+    return config_keys | ({"log.directory": parent} if parent else {})
 
 
 def data_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:

@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import eq, ge, gt, le, lt, ne
+from operator import add, eq, ge, gt, le, lt, mul, ne, sub
 from typing import NamedTuple
 
 from trainyard.core.errors import UserError
@@ -37,7 +37,6 @@ BLOCK_ENDS |= {"{": "}", "(": ")"}
 KEYWORDS = {"then", "else", "elif", "do", "!", "time", "exec", "sudo", "env", *BLOCK_ENDS, *BLOCK_ENDS.values()}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?", re.S)
-ARITHMETIC_OPS = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod}
 
 TEST_COMMANDS = {"[": "]", "[[": "]]", "test": None}
 """Commands that test, and their last word."""
@@ -209,6 +208,20 @@ def _mark_unknown(text: str) -> str:
     return UNKNOWN_MARK + re.sub(r"\s", "\u00a0", text[:40]) + UNKNOWN_MARK
 
 
+def _quotient(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: add,
+    ast.Sub: sub,
+    ast.Mult: mul,
+    ast.Div: _quotient,
+    ast.FloorDiv: _quotient,
+    ast.Mod: lambda a, b: a - _quotient(a, b) * b,
+}
+
+
 def _arithmetic(text: str, variables: Mapping[str, list[str]]) -> str:
     """Evaluate an expression of whole numbers with + - * / %; division truncates as in bash."""
     unknown = _mark_unknown(f"$(({text}))")
@@ -227,12 +240,8 @@ def _arithmetic(text: str, variables: Mapping[str, list[str]]) -> str:
                 return number
             case ast.UnaryOp(ast.USub(), operand):
                 return -evaluate(operand)
-            case ast.BinOp(left, operator, right) if type(operator) in ARITHMETIC_OPS:
-                a, b = evaluate(left), evaluate(right)
-                if isinstance(operator, ast.Add | ast.Sub | ast.Mult):
-                    return a + b if isinstance(operator, ast.Add) else a - b if isinstance(operator, ast.Sub) else a * b
-                quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-                return a - quotient * b if isinstance(operator, ast.Mod) else quotient
+            case ast.BinOp(left, operator, right) if type(operator) in ARITHMETIC:
+                return ARITHMETIC[type(operator)](evaluate(left), evaluate(right))
         raise ValueError
 
     try:
