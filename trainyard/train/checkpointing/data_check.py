@@ -1,4 +1,4 @@
-"""Data of a resumed run: its files and its sample order must be those of the run that wrote the checkpoint."""
+"""Data of a resumed run: its files must be those of the run that wrote the checkpoint."""
 
 import logging
 
