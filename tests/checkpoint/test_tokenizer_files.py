@@ -21,8 +21,7 @@ from trainyard.checkpoint.formats import hf
 from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.cli.commands.convert import convert as convert_command
 from trainyard.core.errors import UserError
-from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
-from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files, load_tokenizer
 
 TEXT = "Ä tokenizer  reads\n\tthe same\u2028text <|endoftext|> twice: 1,234.5 €"
 

@@ -15,9 +15,8 @@ from trainyard import devices
 from trainyard.cli.run_config import load_source
 from trainyard.config.load import dump, load, parse
 from trainyard.config.recipes import recipe_names
-from trainyard.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES, upgrade_keys
 from trainyard.config.schema import Config
-from trainyard.config.schema_docs import schema_keys, without_tags
+from trainyard.config.schema_docs import schema_keys
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import to_hf
 
@@ -128,43 +127,6 @@ def test_mistake_is_reported_on_one_line(tmp_path: Path, overrides: list[str], p
     assert "\n" not in line
     for part in parts:
         assert part in line, line
-
-
-@pytest.mark.parametrize("old", RENAMED_KEYS)
-def test_old_key_is_an_error_that_names_the_new_key(old: str, tmp_path: Path) -> None:
-    overrides = ["model.rope_scaling={kind: llama3}"] if "rope_scaling" in old else []
-    with pytest.raises(UserError) as caught:
-        load(base_file(tmp_path), [*overrides, f"{old}=1"])
-    assert str(caught.value) == f"{tmp_path / 'run.yaml'}: {old}=1: renamed to {RENAMED_KEYS[old]}"
-
-
-@pytest.mark.parametrize(
-    ("key", "old", "new"), [(key, *pair) for key, values in RENAMED_VALUES.items() for pair in values.items()]
-)
-def test_old_value_is_an_error_that_names_the_new_value(key: str, old: str, new: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        load(base_file(tmp_path), [f"{key}={old}"])
-    assert str(caught.value) == f"{tmp_path / 'run.yaml'}: {key}={old}: renamed to {new}"
-
-
-def test_renamed_keys_exist_and_old_ones_do_not() -> None:
-    keys = {without_tags(key.name) for key in schema_keys()}
-    assert set(RENAMED_KEYS.values()) <= keys
-    assert not set(RENAMED_KEYS) & keys
-
-
-def test_saved_configuration_with_old_keys_is_upgraded() -> None:
-    config = load("llama3.1-70b-trn2")
-    saved = config.model_dump(mode="json")
-    for old, new in RENAMED_KEYS.items():
-        *parents, old_leaf = old.split(".")
-        node = saved
-        for parent in parents:
-            node = node[parent]
-        node[old_leaf] = node.pop(new.split(".")[-1])
-    saved["recompute"]["kind"] = "parts"
-    assert parse(upgrade_keys(saved)) == config
-    assert parse(upgrade_keys(config.model_dump(mode="json"))) == config
 
 
 def test_bert_data_is_checked() -> None:

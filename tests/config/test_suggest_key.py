@@ -5,10 +5,10 @@ import re
 import pytest
 
 from tests.support import configs
+from trainyard.config.errors import KEYS_COMMAND, suggest_key
 from trainyard.config.foreign_keys import COMMON, HF_TRAINER, OLMO_CORE, TORCHTITAN
 from trainyard.config.load import parse
 from trainyard.config.schema_docs import schema_keys, without_tags
-from trainyard.config.suggest_key import KEYS_COMMAND, suggest_key
 from trainyard.core.errors import UserError
 
 NEAREST = {

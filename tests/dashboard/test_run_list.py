@@ -40,10 +40,7 @@ def test_status_comes_from_the_lock_and_the_events(tmp_path: Path) -> None:
     write_run(tmp_path, "broken", outcome="failed", error="step 3: the weights\nare not finite")
     write_run(tmp_path, "stopped", outcome="interrupted")
     write_run(tmp_path, "killed", outcome=None)
-    old = write_run(tmp_path, "old")  # written before runs had events
-    (old / "events.jsonl").unlink()
-    older = write_run(tmp_path, "older", steps=20)
-    (older / "events.jsonl").unlink()
+    (write_run(tmp_path, "eventless", steps=20) / "events.jsonl").unlink()
     away = write_run(tmp_path, "away", outcome=None)
     write_lines(away / "events.jsonl", [{"step": 0, "time": 1.0, "event": "start", "host": "another-host"}])
     runs = RunList(tmp_path)
@@ -54,16 +51,15 @@ def test_status_comes_from_the_lock_and_the_events(tmp_path: Path) -> None:
         "away": "running",
         "broken": "failed",
         "done": "completed",
+        "eventless": "unknown",
         "killed": "interrupted",
-        "old": "completed",
-        "older": "unknown",
         "stopped": "interrupted",
         "training": "running",
     }
     assert rows["broken"].note == "step 3: the weights are not finite"
     assert rows["killed"].note == KILLED
     assert "another-host" in rows["away"].note
-    assert (rows["older"].step, rows["older"].steps, rows["done"].ranks) == (20, 200, 2)
+    assert (rows["eventless"].step, rows["eventless"].steps, rows["done"].ranks) == (20, 200, 2)
     assert summary_of(runs, "training").status == "unknown"
     os.utime(away / "metrics.jsonl", (1, 1))
     os.utime(away / "events.jsonl", (1, 1))

@@ -19,8 +19,7 @@ from tests.support.hf_reference import LLAMA_LIKE, MOE_VARIANTS, hf_model
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
-from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
-from trainyard.data.text.tokenizer import TokenizerSpec
+from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files
 from trainyard.devices.cpu import CpuDevice
 from trainyard.inference import engine as engine_module
 from trainyard.inference import scheduler as scheduler_module

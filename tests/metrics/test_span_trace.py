@@ -15,8 +15,7 @@ from tests.support.examples import examples
 from tests.support.span_files import Record, write_span_file
 from trainyard.core.errors import UserError
 from trainyard.metrics.span_trace import write_trace
-from trainyard.metrics.span_waits import mean_parts, summarize_waits
-from trainyard.metrics.span_window import DEFAULT_STEPS, read_window, recent_windows
+from trainyard.metrics.span_window import DEFAULT_STEPS, mean_parts, read_window, recent_windows, summarize_waits
 from trainyard.train.timing.clock_offset import clock_offset
 
 MS = 10**6

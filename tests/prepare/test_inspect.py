@@ -26,8 +26,7 @@ from trainyard.cli.commands.data.inspect import format_histogram, quote_for_term
 from trainyard.core.errors import UserError
 from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.prepare import inspect as inspection
-from trainyard.prepare.inspect import inspect_path
-from trainyard.prepare.length_stats import InspectOptions, InspectReport, LengthStats
+from trainyard.prepare.inspect import InspectOptions, InspectReport, LengthStats, inspect_path
 
 datasets.disable_progress_bars()
 

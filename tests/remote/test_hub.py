@@ -23,8 +23,7 @@ from trainyard.checkpoint.formats.hf import hf_tensors, write_hf
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
-from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
-from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files, load_tokenizer
 from trainyard.families.hf_config import from_hf
 from trainyard.remote.local_copies import forget_sources, local_inputs, local_weights
 

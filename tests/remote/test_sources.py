@@ -29,8 +29,7 @@ from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import dump, parse
 from trainyard.core.errors import UserError
-from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
-from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files, load_tokenizer
 from trainyard.families.hf_config import from_hf
 from trainyard.remote.catalog import DATASETS
 from trainyard.remote.credentials import has_credentials, redact

@@ -251,16 +251,6 @@ def test_copied_run_directory_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_run_directory_without_identity_is_known_by_its_configuration(tmp_path: Path) -> None:
-    first, _ = train(named(tmp_path, "exp"))
-    other, _ = train(named(tmp_path, "exp-2"))
-    for directory in (first.directory, other.directory):
-        (directory / "run.json").unlink()
-    again, _ = train(named(tmp_path, "exp", 3))
-    assert again.directory == first.directory
-    assert (first.directory / "run.json").is_file()
-
-
 def test_locked_directory_is_refused_and_released(tmp_path: Path) -> None:
     first, _ = train(named(tmp_path, "exp"))
     held = RunDirectory.open(first.directory, "exp")

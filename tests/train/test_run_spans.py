@@ -10,8 +10,7 @@ from tests.support.configs import tiny_config
 from tests.support.forkserver import ForkServer
 from tests.support.span_files import read_step_times
 from trainyard.core.errors import UserError
-from trainyard.metrics.span_waits import mean_parts
-from trainyard.metrics.span_window import read_window
+from trainyard.metrics.span_window import mean_parts, read_window
 from trainyard.metrics.spans import read_spans, span_path
 from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer

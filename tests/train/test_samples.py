@@ -22,8 +22,7 @@ from trainyard.cli.console import terminal_safe
 from trainyard.cli.train_console import TrainConsole
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
-from trainyard.data.text.tokenizer import TokenizerSpec
+from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files
 from trainyard.devices.base import CompileOptions
 from trainyard.devices.cpu import CpuDevice
 from trainyard.preflight.dryrun.dry_run import without_io

@@ -271,7 +271,7 @@ def _key_of_option(error: Exception) -> str:
     takes_keys = any(parameter.name == "overrides" for parameter in getattr(command, "params", ()))
     if not takes_keys or not option.startswith("--"):
         return ""
-    from trainyard.config.suggest_key import KEYS_COMMAND, suggest_key  # imports all of the schema
+    from trainyard.config.errors import KEYS_COMMAND, suggest_key  # imports all of the schema
 
     index = next((i for i, word in enumerate(sys.argv) if word.partition("=")[0] == option), len(sys.argv))
     _, equals, value = sys.argv[index].partition("=") if index < len(sys.argv) else ("", "", "")

@@ -24,7 +24,7 @@ class CheckpointSection(Section):
     """auto: resume from the latest complete checkpoint of the run log.name, or start from step 0 if it has none; a
     path: resume from that checkpoint, or from the latest one in that directory or run; none: start from step 0."""
     accept_changed_data: bool = False
-    """Resume although data files have changed since the checkpoint, or their order has. Default: refuse."""
+    """Resume although data files have changed since the checkpoint. Default: refuse."""
     weights_only: bool = False
     """Load only the weights of checkpoint.resume and start at step 0 with a fresh optimizer."""
     init_from: str | None = None

@@ -186,10 +186,7 @@ TORCHTITAN: Mapping[str, Rows] = {
         ),
         "parallelism.module_fqns_per_model_part": ("layout.pipeline_cuts", "last layer of each stage"),
         "parallelism.context_parallel_degree": ("layout.cp", ""),
-        "parallelism.context_parallel_rotate_method": (
-            "layout.cp_method",
-            "allgather: all_gather; alltoall: ring",
-        ),
+        "parallelism.context_parallel_rotate_method": ("layout.cp_method", "allgather: all_gather; alltoall: ring"),
         "parallelism.expert_parallel_degree": ("layout.ep", ""),
         "load_balance_coeff": ("model.router_bias, model.bias_update_rate", "a field of MoEArgs, not a flag"),
         "parallelism.expert_tensor_parallel_degree": ("", "experts are split over the layout.tp ranks"),

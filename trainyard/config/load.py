@@ -80,10 +80,9 @@ def warn_on_stderr(line: str) -> None:
 
 def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "") -> Config:
     """Validate plain data as a Config. The first mistake becomes a UserError, with `source` in front."""
-    data = copy.deepcopy(data)
+    data, prefix = copy.deepcopy(data), f"{source}: " if source else ""
     apply_overrides(data, overrides)
     if key := next(keys_with_credentials(data), None):
-        prefix = f"{source}: " if source else ""
         raise UserError(
             f"{prefix}{key}: contains a password, token or signature, which would be stored with the run; nearest: "
             "HF_TOKEN, AWS_PROFILE or ~/.netrc, or `trainyard get` first"
@@ -91,7 +90,6 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "")
     try:
         return Config.model_validate(_resolve_model(data))
     except ValidationError as error:
-        prefix = f"{source}: " if source else ""
         raise UserError(prefix + first_error_line(error.errors())) from None
 
 

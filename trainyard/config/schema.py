@@ -6,15 +6,7 @@ Checks here need neither a device nor the number of ranks; those that do live in
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializeAsAny,
-    Strict,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SerializeAsAny, Strict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from trainyard.config.checkpoint_schema import CheckpointSection

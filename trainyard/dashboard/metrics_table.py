@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.metrics.record_numbers import as_number, to_count, to_finite
+from trainyard.metrics.json_lines import as_number, to_count, to_finite
 
 FloatArray = NDArray[np.float64]
 AXES = ("step", "tokens", "time")

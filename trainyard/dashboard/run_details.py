@@ -10,8 +10,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import format_value
 from trainyard.dashboard.metrics_table import to_float
 from trainyard.dashboard.run_files import RunDirectoryReader
-from trainyard.metrics.json_lines import parse_lines
-from trainyard.metrics.record_numbers import to_count, to_finite
+from trainyard.metrics.json_lines import parse_lines, to_count, to_finite
 
 MAX_CONFIG_BYTES = 1 << 16
 """Parsing this much YAML takes about a second."""

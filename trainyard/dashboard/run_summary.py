@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainyard.dashboard.run_files import FileState, RunDirectoryReader
-from trainyard.metrics.json_lines import parse_lines
-from trainyard.metrics.record_numbers import to_count, to_finite
+from trainyard.metrics.json_lines import parse_lines, to_count, to_finite
 from trainyard.metrics.run_directory import IDENTITY_FILE, is_training
 
 HEAD_BYTES = 1 << 12
@@ -77,7 +76,7 @@ def read_summary(run: RunDirectoryReader, state: tuple[WatchedState, bool, bool]
     evaluated = (loss for record in reversed(records) if (loss := _evaluation_loss(record)) is not None)
     events = _tail(run, "events.jsonl")
     steps = read_config_number(run, "train", "steps")
-    status, note = _status(events, training, recent, to_count(last.get("step")), steps)
+    status, note = _status(events, training, recent)
     begun = next((event for event in _head(run, "events.jsonl") if event.get("event") == "start"), {})
     start = next((event for event in reversed(events) if event.get("event") == "start"), begun)
     loss = last.get("loss")
@@ -105,14 +104,12 @@ def _evaluation_loss(record: dict[str, Any]) -> Any:
     return next((value for name, value in record.items() if re.fullmatch(r"evaluate/(\w+/)?loss", name)), None)
 
 
-def _status(
-    events: list[dict[str, Any]], training: bool, recent: bool, step: int | None, steps: int | None
-) -> tuple[str, str]:
+def _status(events: list[dict[str, Any]], training: bool, recent: bool) -> tuple[str, str]:
     if training:
         return "running", ""
     last = next((event for event in reversed(events) if event.get("event") in ("start", "end")), None)
     if last is None:
-        return ("completed", "") if step is not None and steps is not None and step >= steps else ("unknown", "")
+        return "unknown", ""
     if last["event"] == "end":
         outcome = last.get("outcome")
         known = isinstance(outcome, str) and outcome in ("completed", "interrupted", "failed")

@@ -1,6 +1,7 @@
 """Key tables for importing another system's configuration, and the report of what became of each key.
 
-A table instead of code: each foreign key has one line that states its type and its meaning here.
+A table instead of code: each foreign key has one line that states its type and its meaning here. At the end, what the
+importers have in common; errors name a key or flag as its own system spells it.
 """
 
 import difflib
@@ -17,7 +18,7 @@ ConfigKeys = dict[str, Any]
 
 
 class KeyRule(NamedTuple):
-    """How one foreign key (or flag) is imported."""
+    """The rule by which one foreign key (or flag) is imported."""
 
     value_type: str
     """A name in VALUE_TYPES."""
@@ -46,7 +47,7 @@ class ImportedConfig(NamedTuple):
     outcomes: list[KeyOutcome]
     warnings: list[str]
     missing_hint: str = ""
-    """Where values of missing keys usually come from."""
+    """The usual source of missing keys, for the error about one."""
 
 
 VALUE_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -202,3 +203,40 @@ def positive_number(value: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if 0 < number < MAX_NUMBER else None
+
+
+def check_family(family: str, chosen_by: str, found: Mapping[str, object], required: Mapping[str, object]) -> None:
+    """Raise a UserError if a key has another value than the model family requires."""
+    for name, value in found.items():
+        if value != required[name]:
+            raise UserError(
+                f"{name}={format_value(value)}: not supported {chosen_by} (family {family}); "
+                f"nearest: {format_value(required[name])}"
+            )
+
+
+def token_data(
+    key: str, blend: object, order: str, cyclic: bool, split: str | None, resets: Mapping[str, bool]
+) -> ConfigKeys:
+    """Return our keys for .bin and .idx files.
+
+    `blend` is the value of `key`; `order` the sample order of that system (data.order); `resets` says whether positions
+    and masks restart in each document.
+    """
+    if len(set(resets.values())) > 1:
+        raise UserError(f"{' and '.join(resets)}: supported only together (data.document_mask); nearest: both")
+    paths, weights = parse_blend(blend, key)
+    return {
+        "data.source": "tokens",
+        "data.paths": paths,
+        "data.weights": weights,
+        "data.order": "shuffled" if cyclic or (len(paths) > 1 and not weights) else order,
+        "data.split": split,
+        "data.document_mask": all(resets.values()),
+    }
+
+
+def gpt2_tokenizer(vocab_file: str | None, merges_file: str | None) -> ConfigKeys:
+    """Return our keys for the GPT-2 tokenizer; none unless both files are given."""
+    files = {"data.vocab_file": vocab_file, "data.merges_file": merges_file}
+    return {"data.tokenizer": "gpt2", **files} if vocab_file and merges_file else {}

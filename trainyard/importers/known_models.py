@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainyard.core.errors import UserError
 from trainyard.importers.key_table import find_path
 
-GPT2_VOCAB = 50257
+GPT2_TOKENIZER, GPT2_VOCAB = "GPT2BPETokenizer", 50257
 LLAMA3_ROPE_SCALING = {
     "kind": "llama3",
     "factor": 8.0,
@@ -78,6 +78,12 @@ def find_known_model(model: Mapping[str, Any]) -> KnownModel | None:
         return model.get("layers", known.layers) != known.layers, abs(log2(known.max_positions / max_positions))
 
     return min(matches, key=distance, default=None)
+
+
+def vocab_size(files: list[str | None], tokenizer: str | None) -> int | None:
+    """Return the vocabulary size of the first existing file, otherwise that of GPT-2 if it is the tokenizer."""
+    sizes = (vocab_size_from_file(file) for file in files if file)
+    return next((size for size in sizes if size), GPT2_VOCAB if tokenizer == GPT2_TOKENIZER else None)
 
 
 def vocab_size_from_file(path: str) -> int | None:

@@ -32,7 +32,7 @@ HANG_FACTOR = 10
 MIN_STEPS = 3
 """Steps before a median means anything; the first ones compile."""
 EARLY_FACTOR = 6
-"""Until then, a hang takes this many times the time limit."""
+"""Before MIN_STEPS steps, a hang takes this many times the time limit."""
 COLLECTIVE_FRAME = re.compile(r"(process_group|collectives|distributed_c10d|_functional_collectives|rendezvous)\.py")
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
@@ -96,7 +96,7 @@ class StepTimes:
 
 
 class RankPlace(NamedTuple):
-    """Where a rank was when its launcher asked."""
+    """The place of a rank in its program when its launcher asked."""
 
     rank: int
     step: int
@@ -130,7 +130,7 @@ def find_suspect(places: list[RankPlace]) -> RankPlace | None:
 
 
 def describe_hang(idle_s: float, places: list[RankPlace]) -> str:
-    """What the launcher of these ranks knows about a hang."""
+    """Describe a hang as far as the launcher of these ranks can."""
     latest, suspect = max(place.step for place in places), find_suspect(places)
     if suspect and suspect.in_collective:
         blamed = f"rank {suspect.rank} is at step {suspect.step}, others at {latest}"

@@ -1,4 +1,4 @@
-"""How the ranks of one host ended, as their launcher records it for the supervisor of the job."""
+"""The outcome of the ranks of one host, which their launcher records for the supervisor of the job."""
 
 import json
 import re
@@ -35,16 +35,11 @@ class LaunchOutcome:
     """Wall-clock time of the failure, which hosts share as well as their clocks agree."""
     host: str
     places: Sequence[RankPlace] = ()
-    """Of a hang: where the ranks of this host were."""
+    """Places of the ranks of this host during a hang."""
 
     @classmethod
     def now(
-        cls,
-        code: int,
-        kind: str | None = None,
-        text: str = "",
-        ago: float = 0.0,
-        places: Sequence[RankPlace] = (),
+        cls, code: int, kind: str | None = None, text: str = "", ago: float = 0.0, places: Sequence[RankPlace] = ()
     ) -> Self:
         """An outcome of this host, whose failure came `ago` seconds ago."""
         return cls(code, kind, text, time.time() - ago, socket.gethostname(), places)
@@ -68,7 +63,7 @@ def is_peer_loss(text: str) -> bool:
 
 
 def read_outcomes(directories: Sequence[Path]) -> list[LaunchOutcome]:
-    """What the launchers of an attempt recorded, each in the log directory of its host."""
+    """The outcomes that the launchers of an attempt recorded, each in the log directory of its host."""
     return [outcome for path in directories if (outcome := LaunchOutcome.read(path / OUTCOME_FILE))]
 
 

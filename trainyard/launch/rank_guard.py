@@ -23,7 +23,7 @@ LAUNCHER_ENV = "TRAINYARD_LAUNCHER"
 """Environment variable of each rank, `FD:PATH`: the read end of the launcher's pipe, and the file for a failure."""
 
 RECORD_PATIENCE_S = 60.0
-"""How long a rank or launcher tries to record how it ended while the disk is full or read-only."""
+"""Seconds for which a rank or launcher tries to record its end while the disk is full or read-only."""
 EXIT_CODES = {"user": 2, "in use": 2, "not writable": 1, "stopped": 1, "crash": 1}
 """Exit code by kind of failure, the same as without a launcher."""
 FAILURE_KINDS: dict[type[Exception], str] = {

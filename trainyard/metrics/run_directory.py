@@ -16,24 +16,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainyard.core.errors import DirectoryInUse, NotWritable, UserError, is_not_writable, one_line
-from trainyard.core.yaml_io import read_yaml
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
 LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-"""What flock says of a file that another process has locked."""
+"""Errors of flock for a file that another process has locked."""
 LOCK_WAIT_S = 0.2
 """Seconds to wait for a lock: `is_training` takes it for an instant."""
 logger = logging.getLogger(__name__)
 
 
 class RunIdentity(NamedTuple):
-    """What a directory says about its run."""
+    """The content of run.json."""
 
     name: str
     """log.name of the run."""
-    run_id: str | None
-    """Unique to a start of a run; None if it was written before runs had an identity."""
+    run_id: str
+    """Unique to a start of a run."""
 
 
 class RunDirectory:
@@ -64,7 +63,7 @@ class RunDirectory:
     def open(cls, path: Path, name: str) -> Self:
         """Open an existing directory of the run `name` and lock it."""
         identity = read_identity(path)
-        if not identity or not identity.run_id:
+        if not identity:
             return cls(path, *_write_identity(path, name))
         try:
             handle = os.open(path / IDENTITY_FILE, os.O_RDWR)
@@ -120,9 +119,9 @@ def find_run_directories(parent: Path, name: str) -> list[Path]:
     matches = [(pattern.fullmatch(path.name), path) for path in parent.glob(f"{name}*") if path.is_dir()]
     numbered = sorted(((int(match[1] or 1), path) for match, path in matches if match), reverse=True)
     identities = {path: identity for _, path in numbered if (identity := read_identity(path)) and identity.name == name}
-    by_id: dict[str | None, Path] = {}
+    by_id: dict[str, Path] = {}
     for path, identity in identities.items():
-        if identity.run_id and identity.run_id in by_id:
+        if identity.run_id in by_id:
             raise UserError(
                 f"{by_id[identity.run_id]} and {path}: one is a copy of the other, their {IDENTITY_FILE} is the same; "
                 f"nearest: checkpoint.resume={path}"
@@ -137,13 +136,9 @@ def read_identity(path: Path) -> RunIdentity | None:
         identity = json.loads((path / IDENTITY_FILE).read_text(encoding="utf-8"))
         return RunIdentity(str(identity["name"]), str(identity["id"]))
     except FileNotFoundError:
-        pass
+        return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path / IDENTITY_FILE}: not the identity of a run: {one_line(error)}") from None
-    if not (path / "config.yaml").is_file():
-        return None
-    section = read_yaml(path / "config.yaml").get("log")
-    return RunIdentity(str(section.get("name", "run")), None) if isinstance(section, dict) else None
 
 
 def is_training(path: Path) -> bool:

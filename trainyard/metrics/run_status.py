@@ -1,4 +1,4 @@
-"""What a run is doing now, read from its directory: step, loss, speed, time left, slowest rank."""
+"""The state of a run now, read from its directory: step, loss, speed, time left, slowest rank."""
 
 from collections import deque
 from pathlib import Path
@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import read_yaml
-from trainyard.metrics.json_lines import read_json_lines
-from trainyard.metrics.record_numbers import to_count, to_finite
+from trainyard.metrics.json_lines import read_json_lines, to_count, to_finite
 from trainyard.metrics.run_directory import IDENTITY_FILE, is_training
-from trainyard.metrics.span_waits import LastReplica, summarize_waits
-from trainyard.metrics.span_window import recent_windows
+from trainyard.metrics.span_window import LastReplica, recent_windows, summarize_waits
 
 MAX_LOSSES = 512
 TAIL_BYTES = 4 << 20

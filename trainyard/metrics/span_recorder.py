@@ -48,7 +48,7 @@ class SpanRecorder:
         """Time 0 of the records."""
         self.start_unix_ns = time.time_ns()
         self.records: list[SpanRecord] | None = None
-        """What is not written yet; None while nothing is recorded."""
+        """Records that are not written yet; None while nothing is recorded."""
         self.writer: SpanWriter | None = None
         self.last_write_ns = self.origin_ns
         self.device_clock: Stopwatch | None = None

@@ -66,7 +66,7 @@ class SpanHeader:
     start_unix_ns: int
     """The host's clock at time 0 of the records."""
     clock_offset_ns: int = 0
-    """What to add to this rank's clock to get that of rank 0, as measured when the run started."""
+    """The clock of rank 0 minus that of this rank, as measured when the run started."""
     clock_error_ns: int = 0
     """Bound of the error of clock_offset_ns."""
     replica: int = 0

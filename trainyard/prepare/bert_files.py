@@ -30,7 +30,7 @@ from trainyard.prepare.bert_samples import BertOptions, load_bert_tokenizer, mak
 from trainyard.prepare.worker_pool import map_ordered
 
 MAX_SAMPLES_PER_FILE = 1 << 18
-"""Unless the number of files is given."""
+"""Limit for a set whose number of files is not given."""
 MIN_TEXTS_PER_CHUNK = 8
 """Text files per chunk, at least: pairs need other documents in the chunk, and a text file is one document."""
 
@@ -222,7 +222,7 @@ def write_hdf5_file(
     bounds = np.concatenate(([0], np.cumsum(chunk_samples)))
 
     def samples_before(index: int) -> NDArray[np.int64]:
-        """How many samples of each chunk belong to the files before this one."""
+        """The number of samples of each chunk that belong to the files before this one."""
         return np.diff(bounds // num_files * index + np.minimum(bounds % num_files, index))
 
     offsets = samples_before(file_index)

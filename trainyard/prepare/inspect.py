@@ -7,7 +7,7 @@ Each kind of file has a function that fills an InspectReport. Files are read in 
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,6 @@ from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import METADATA_FILES, data_files, list_column, open_stream
 from trainyard.data.formats.bert_hdf5 import open_hdf5
 from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file, prefix_of
-from trainyard.prepare.length_stats import (
-    InspectOptions,
-    InspectReport,
-    LengthStats,
-    check_range,
-    count_values,
-    evenly_spaced,
-)
 from trainyard.remote.chunks.remote_path import DataPath
 
 ELEMENTS_PER_READ = 1 << 22
@@ -43,8 +35,84 @@ MAX_COMPRESSION_RATIO = 1100
 """Bound on the size of HDF5 data divided by the size of its file; more means that the file is damaged."""
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
+Excerpt = tuple[str, list[int] | str]
+"""Location of a sample, and the first of its tokens or characters."""
 OnProgress = Callable[[int, int], None]
 """Called with the bytes read and the total."""
+
+
+class InspectOptions(NamedTuple):
+    check: bool = False
+    """Read and validate every value."""
+    num_samples: int = 0
+    """Samples to show."""
+    vocab_size: int | None = None
+    """Token ids must be below this; None: below 2^31."""
+    end_token: int | None = None
+    """Token id that ends a document; None: the most frequent last token."""
+    text_key: str = "text"
+    """Key or column of the text in a document."""
+
+
+class InspectReport(NamedTuple):
+    path: str
+    kind: str
+    facts: dict[str, Any]
+    """Counts and types by name."""
+    lengths: dict[str, dict[str, Any]]
+    """Length statistics by what was measured, such as `tokens per document`."""
+    samples: list[Excerpt]
+
+
+class LengthStats:
+    """Counts of each length: enough for exact statistics, and far fewer than documents."""
+
+    def __init__(self, *lengths: NDArray[Any]) -> None:
+        self.counts: Counter[int] = Counter()
+        for values in lengths:
+            self.add(values)
+
+    def add(self, lengths: NDArray[Any]) -> None:
+        self.counts.update(count_values(lengths))
+
+    def summary(self) -> dict[str, Any]:
+        """Shortest, median, mean, longest, and a histogram with bins 0, 1, 2 to 3, 4 to 7, ..."""
+        if not self.counts:
+            return {}
+        lengths = np.array(sorted(self.counts))
+        counts = np.array([self.counts[length] for length in lengths.tolist()])
+        ends, total = np.cumsum(counts), int(counts.sum())
+        middle = [int(lengths[np.searchsorted(ends, rank, side="right")]) for rank in ((total - 1) // 2, total // 2)]
+        bins: Counter[int] = Counter()
+        for length, count in self.counts.items():
+            bins[length.bit_length()] += count
+        return {
+            "shortest": int(lengths[0]),
+            "median": sum(middle) / 2,
+            "mean": float((lengths * counts).sum() / total),
+            "longest": int(lengths[-1]),
+            "histogram": [
+                {"from": 1 << bits >> 1, "to": (1 << bits) - 1, "count": bins[bits]}
+                for bits in range(min(bins), max(bins) + 1)
+            ],
+        }
+
+
+def count_values(values: NDArray[Any]) -> dict[int, int]:
+    """The count of each value, by value, in increasing order."""
+    return dict(zip(*(array.tolist() for array in np.unique(values, return_counts=True)), strict=True))
+
+
+def check_range(path: str, values: NDArray[Any], position: int, limit: int, name: str = "token") -> None:
+    """Raise unless all values are 0 to `limit` - 1. `position` is that of the first value in its file."""
+    if values.size and (values.min() < 0 or values.max() >= limit):
+        index = int(((values < 0) | (values >= limit)).argmax())
+        raise UserError(f"{path}: {name} {values[index]} at {position + index}; expected 0 to {limit - 1}")
+
+
+def evenly_spaced(count: int, num_samples: int) -> list[int]:
+    """`num_samples` indices below `count`, evenly spaced; all indices if there are fewer."""
+    return [index * count // num_samples for index in range(num_samples)] if count > num_samples else [*range(count)]
 
 
 def inspect_path(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
@@ -67,9 +135,8 @@ def inspect_path(path: Path, options: InspectOptions, on_progress: OnProgress) -
 
 def _inspect_megatron(prefix: DataPath, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
     data = MegatronTokens(prefix)
-    report = InspectReport(str(prefix), "token files (.bin and .idx)")
     lengths = np.diff(data.sequence_bounds[data.document_bounds])
-    report.facts = {
+    facts = {
         "dtype": data.dtype.name,
         "documents": len(lengths),
         "empty documents": int((lengths == 0).sum()),
@@ -77,22 +144,21 @@ def _inspect_megatron(prefix: DataPath, options: InspectOptions, on_progress: On
         "tokens": int(data.sequence_lengths.sum(dtype=np.int64)),
         "bytes": sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
     }
-    by_document, by_sequence = LengthStats(), LengthStats()
-    by_document.add(lengths)
-    by_sequence.add(data.sequence_lengths)
-    report.lengths["tokens per document"] = by_document.summary()
+    by_document, by_sequence = LengthStats(lengths), LengthStats(data.sequence_lengths)
+    stats = {"tokens per document": by_document.summary()}
     if by_sequence.counts != by_document.counts:
-        report.lengths["tokens per sequence"] = by_sequence.summary()
+        stats["tokens per sequence"] = by_sequence.summary()
+    samples: list[Excerpt] = []
     for document in evenly_spaced(len(lengths), options.num_samples):
         first, last = data.document_bounds[document : document + 2].tolist()
         tokens: list[int] = []
         while first < last and len(tokens) < SAMPLE_TOKENS:
             tokens += data.sequence(first)[: SAMPLE_TOKENS - len(tokens)].tolist()
             first += 1
-        report.samples.append((f"document {document}", tokens))
+        samples.append((f"document {document}", tokens))
     if options.check:
-        report.facts |= _check_megatron(data, options, on_progress)
-    return report
+        facts |= _check_megatron(data, options, on_progress)
+    return InspectReport(str(prefix), "token files (.bin and .idx)", facts, stats, samples)
 
 
 def _check_megatron(data: MegatronTokens, options: InspectOptions, on_progress: OnProgress) -> dict[str, Any]:
@@ -130,8 +196,7 @@ def _inspect_arrow(directory: Path, options: InspectOptions, on_progress: OnProg
                 on_progress(done, size)
             num_rows += batch.num_rows
             num_tokens += len(values)
-    report = InspectReport(str(directory), "Arrow dataset (save_to_disk)")
-    report.facts = {
+    facts = {
         "columns": {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True)} if schema else {},
         "files": len(files),
         "sequences": num_rows,
@@ -139,12 +204,12 @@ def _inspect_arrow(directory: Path, options: InspectOptions, on_progress: OnProg
         "bytes": size,
     }
     if options.check:
-        report.facts |= {"checked": "all rows", "ignored labels": ignored}
+        facts |= {"checked": "all rows", "ignored labels": ignored}
         if schema and "position_ids" in schema.names:
-            report.facts["document spans"] = spans
-    report.lengths["tokens per sequence"] = stats.summary()
-    report.samples = [(f"row {row}", _arrow_sample(files, row)) for row in evenly_spaced(num_rows, options.num_samples)]
-    return report
+            facts["document spans"] = spans
+    samples = _row_samples(num_rows, options, lambda row: _arrow_sample(files, row))
+    lengths_by_name = {"tokens per sequence": stats.summary()}
+    return InspectReport(str(directory), "Arrow dataset (save_to_disk)", facts, lengths_by_name, samples)
 
 
 def _check_columns(
@@ -185,30 +250,29 @@ def _arrow_sample(files: list[DataPath], row: int) -> list[int]:
 def _inspect_documents(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
     stats, size = LengthStats(), documents.total_bytes([path])
     num_documents = empty = characters = unreadable = done = 0
-    report = InspectReport(str(path), f"documents ({DOCUMENT_KINDS.get(path.suffix, path.suffix or 'a directory')})")
+    samples: list[Excerpt] = []
     for input_slice in documents.input_slices([path]):
         texts, skipped = documents.read_documents(input_slice, [options.text_key])
         if skipped and options.check:
             raise UserError(str(skipped[0]))
         for index, (text,) in enumerate(texts[: max(options.num_samples - num_documents, 0)], num_documents):
-            report.samples.append((f"document {index}", text[:SAMPLE_CHARACTERS]))
+            samples.append((f"document {index}", text[:SAMPLE_CHARACTERS]))
         lengths = [len(text) for (text,) in texts]
         stats.add(np.array(lengths, np.int64))
         num_documents, characters = num_documents + len(lengths), characters + sum(lengths)
         empty, unreadable = empty + lengths.count(0), unreadable + len(skipped)
         done += input_slice.input_bytes
         on_progress(done, size)
-    report.facts = {
+    facts = {
         "documents": num_documents,
         "empty documents": empty,
         "malformed": unreadable,
         "characters": characters,
         "bytes": size,
+        **({"checked": "all documents"} if options.check else {}),
     }
-    if options.check:
-        report.facts["checked"] = "all documents"
-    report.lengths["characters per document"] = stats.summary()
-    return report
+    kind = f"documents ({DOCUMENT_KINDS.get(path.suffix, path.suffix or 'a directory')})"
+    return InspectReport(str(path), kind, facts, {"characters per document": stats.summary()}, samples)
 
 
 def _inspect_hdf5(path: Path, file: Any, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
@@ -242,16 +306,16 @@ def _inspect_hdf5(path: Path, file: Any, options: InspectOptions, on_progress: O
             limit = limits.get(name, options.vocab_size or 2**31)
             check_range(str(path), dataset[rows].reshape(-1), position, limit, name)
         on_progress(file_bytes * rows.stop // num_rows, file_bytes)
-    report = InspectReport(str(path), "HDF5 (BERT)")
-    report.facts = {
+    facts = {
         "columns": {name: f"{dataset.dtype} {list(dataset.shape)}" for name, dataset in datasets.items()},
         "sequences": num_rows,
         "tokens": num_tokens,
         "bytes": file_bytes,
+        **({"checked": "all rows"} if options.check else {}),
     }
-    if options.check:
-        report.facts["checked"] = "all rows"
-    report.lengths["tokens per sequence"] = stats.summary()
-    for row in evenly_spaced(num_rows, options.num_samples):
-        report.samples.append((f"row {row}", input_ids[row][:SAMPLE_TOKENS].tolist()))
-    return report
+    samples = _row_samples(num_rows, options, lambda row: input_ids[row][:SAMPLE_TOKENS].tolist())
+    return InspectReport(str(path), "HDF5 (BERT)", facts, {"tokens per sequence": stats.summary()}, samples)
+
+
+def _row_samples(num_rows: int, options: InspectOptions, read: Callable[[int], list[int]]) -> list[Excerpt]:
+    return [(f"row {row}", read(row)) for row in evenly_spaced(num_rows, options.num_samples)]

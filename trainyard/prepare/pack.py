@@ -23,7 +23,7 @@ from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.data.formats.megatron_bin import MegatronTokens, Tokens
 from trainyard.data.loading.token_samples import token_stream
-from trainyard.prepare.length_stats import check_range
+from trainyard.prepare.inspect import check_range
 from trainyard.prepare.tokenize import TokenizeOptions, encode_slice
 from trainyard.prepare.worker_pool import map_ordered
 

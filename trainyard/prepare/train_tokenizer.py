@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import models, pre_tokenizers, processors, trainers
 
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.formats.documents import UnreadableRecord
+from trainyard.data.text.tokenizer import BERT_TOKENS, UNKNOWN_TOKEN, byte_level, wordpiece
 
 KINDS = ("bpe", "wordpiece")
 MAX_VOCAB_SIZE = 2**24
 """The tokenizers library reserves memory for the entire vocabulary, and aborts the process if there is too little."""
-BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BYTE_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
@@ -55,14 +55,17 @@ def train_tokenizer(
         raise UserError(f"--vocab-size {options.vocab_size}: must be at most {MAX_VOCAB_SIZE}; nearest: 32000")
     texts = _texts(paths, options.text_key, on_unreadable, on_bytes)
     if options.kind == "bpe":
-        fast = _empty_bpe()
-        fast.train_from_iterator(texts, trainer=_bpe_trainer(options))
+        fast = byte_level(models.BPE())
+        trainer: Any = trainers.BpeTrainer(
+            vocab_size=options.vocab_size - 1, initial_alphabet=BYTE_ALPHABET, show_progress=False
+        )
+        fast.train_from_iterator(texts, trainer=trainer)
         _append_end_token(fast, options.end_token)
     else:
-        letters = _empty_wordpiece(options.lowercase)
+        letters = wordpiece(models.WordPiece(unk_token=UNKNOWN_TOKEN), options.lowercase)
         first_pass = _texts(paths, options.text_key, lambda _: None, on_bytes)
         letters.train_from_iterator(first_pass, trainer=_wordpiece_trainer(options, BERT_TOKENS, vocab_size=0))
-        fast = _empty_wordpiece(options.lowercase)
+        fast = wordpiece(models.WordPiece(unk_token=UNKNOWN_TOKEN), options.lowercase)
         tokens = (*BERT_TOKENS, *sorted(token for token in letters.get_vocab() if token.startswith("##")))
         fast.train_from_iterator(texts, trainer=_wordpiece_trainer(options, tokens, options.vocab_size))
         fast = _with_special_tokens(fast, options.lowercase)
@@ -78,10 +81,7 @@ def train_tokenizer(
 
 
 def _texts(
-    paths: Sequence[Path],
-    key: str,
-    on_unreadable: Callable[[UnreadableRecord], None],
-    on_bytes: Callable[[int], None],
+    paths: Sequence[Path], key: str, on_unreadable: Callable[[UnreadableRecord], None], on_bytes: Callable[[int], None]
 ) -> Iterator[list[str]]:
     done, has_text = 0, False
     for input_slice in documents.input_slices(paths):
@@ -95,25 +95,6 @@ def _texts(
         on_bytes(done)
     if not has_text:
         raise UserError(f"{', '.join(map(str, paths[:3]))}: no text to train on")
-
-
-def _empty_bpe() -> Fast:
-    fast = Fast(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    return fast
-
-
-def _empty_wordpiece(lowercase: bool) -> Fast:
-    fast = Fast(models.WordPiece(unk_token="[UNK]"))
-    fast.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    fast.decoder = decoders.WordPiece()
-    return fast
-
-
-def _bpe_trainer(options: TokenizerOptions) -> Any:
-    return trainers.BpeTrainer(vocab_size=options.vocab_size - 1, initial_alphabet=BYTE_ALPHABET, show_progress=False)
 
 
 def _wordpiece_trainer(options: TokenizerOptions, first_tokens: Sequence[str], vocab_size: int) -> Any:
@@ -142,8 +123,8 @@ def _append_end_token(fast: Fast, token: str) -> None:
 
 def _with_special_tokens(fast: Fast, lowercase: bool) -> Fast:
     """The same vocabulary, of which only BERT's tokens are special."""
-    result = _empty_wordpiece(lowercase)
-    result.model = models.WordPiece(json.loads(fast.to_str())["model"]["vocab"], unk_token="[UNK]")
+    vocab = json.loads(fast.to_str())["model"]["vocab"]
+    result = wordpiece(models.WordPiece(vocab, unk_token=UNKNOWN_TOKEN), lowercase)
     result.add_special_tokens(list(BERT_TOKENS))
     return result
 
@@ -152,9 +133,7 @@ def _add_bert_template(fast: Fast) -> None:
     """Encoding with special tokens gives [CLS] A [SEP] B [SEP]."""
     first, last = (fast.token_to_id(token) for token in ("[CLS]", "[SEP]"))
     fast.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", first), ("[SEP]", last)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", first), ("[SEP]", last)]
     )
 
 

@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.forkserver import ForkedProcess, ForkServer
-from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
-from trainyard.data.text.tokenizer import ByteTokenizer, TokenizerSpec
+from trainyard.data.text.tokenizer import ByteTokenizer, TokenizerSpec, hf_tokenizer_files
 
 NEW_TOKENS = 24
 PROMPTS = ["Once upon a time", "x", "né🙂 " * 8, "The cat"]

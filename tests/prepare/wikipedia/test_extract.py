@@ -25,8 +25,7 @@ from trainyard.core.errors import UserError
 from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.prepare.wikipedia import dump
 from trainyard.prepare.wikipedia.dump import open_dump
-from trainyard.prepare.wikipedia.extract import extract_articles
-from trainyard.prepare.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output
+from trainyard.prepare.wikipedia.extract import ExtractOptions, ExtractState, extract_articles, load_state, lock_output
 from trainyard.prepare.wikipedia.wikitext import wikitext_to_text
 
 NAMESPACES = frozenset(("datei", "kategorie"))
@@ -192,7 +191,7 @@ import sys
 from pathlib import Path
 from trainyard.prepare.wikipedia.extract import extract_articles
 from trainyard.prepare.wikipedia.dump import open_dump
-from trainyard.prepare.wikipedia.progress import ExtractOptions, load_state, lock_output
+from trainyard.prepare.wikipedia.extract import ExtractOptions, load_state, lock_output
 
 dumps, output, options = [open_dump(Path(sys.argv[1]))], Path(sys.argv[2]), ExtractOptions(shard_size=20_000)
 with lock_output(output):
@@ -236,7 +235,7 @@ def test_killed_runs_give_the_shards_of_one_run(tmp_path: Path, kind: str, kills
 
 
 def test_progress_file_keeps_its_format(tmp_path: Path) -> None:
-    """Runs of earlier versions can be resumed."""
+    """A run resumes after an update of the package."""
     (tmp_path / "a.xml").write_bytes(wikipedia_dumps.dump(PAGES))
     run(tmp_path / "a.xml", output=tmp_path / "out")
     saved = json.loads((tmp_path / "out" / ".extract.json").read_text())
@@ -256,7 +255,7 @@ def test_output_of_different_runs_is_never_mixed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="different min text; pass --restart"):
         run(path, output=output, options=ExtractOptions(SMALL_SHARDS.shard_size, min_text=3))
     with lock_output(output):
-        code = "from pathlib import Path; from trainyard.prepare.wikipedia.progress import lock_output\n"
+        code = "from pathlib import Path; from trainyard.prepare.wikipedia.extract import lock_output\n"
         code += f"with lock_output(Path({str(output)!r})): pass"
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert "another run is writing there" in other.stderr

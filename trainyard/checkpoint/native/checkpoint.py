@@ -27,7 +27,6 @@ from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY, 
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, ShardFile
 from trainyard.config.load import parse
-from trainyard.config.renamed_keys import upgrade_keys
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
@@ -152,7 +151,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         try:
             self.step = int(self.manifest["step"])
             self.dtypes = {kind: DTYPE_BY_CODE[code] for kind, code in self.manifest["kinds"].items()}
-            self.config: Config = parse(upgrade_keys(self.manifest["config"]))
+            self.config: Config = parse(self.manifest["config"])
             self.saved_slices = self._read_slices()
         except UserError as error:  # the file is as it was written: since then, a family or a version has changed
             problem = str(error).partition("; nearest")[0]

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Fast
 from tokenizers import pre_tokenizers
 
-from trainyard.data.text.gpt2_bytes import byte_to_char
-
 LETTER, NUMBER, SPACE, OTHER, UNKNOWN = range(5)
 BATCH_CHARACTERS = 1 << 19
 """Characters encoded at a time. Larger batches repeat more words, smaller ones fit in the cache: 5.6 million tokens per
@@ -29,9 +27,9 @@ MAX_TABLE_TOKENS = 1 << 20
 class WordTable(dict[bytes, int]):
     """The index of each known word, by its bytes. Looking up a new word adds it."""
 
-    def __init__(self, tokenizer: Fast) -> None:
+    def __init__(self, tokenizer: Fast, byte_chars: dict[int, str]) -> None:
         self.bpe: Any = tokenizer.model
-        self.byte_chars = byte_to_char()
+        self.byte_chars = byte_chars
         self.token_ids = array("i", [0])
         """Tokens of all words, one after the other; the first one is unused."""
         self.token_starts, self.token_counts = array("q"), array("q")
@@ -49,8 +47,9 @@ class WordTable(dict[bytes, int]):
 class FastGpt2Encoder:
     """Same tokens as a byte-level BPE of the `tokenizers` library with GPT-2's pattern and nothing else."""
 
-    def __init__(self, tokenizer: Fast) -> None:
-        self.tokenizer, self.words = tokenizer, WordTable(tokenizer)
+    def __init__(self, tokenizer: Fast, byte_chars: dict[int, str]) -> None:
+        """`byte_chars` has the character that stands for each byte in the vocabulary."""
+        self.tokenizer, self.words = tokenizer, WordTable(tokenizer, byte_chars)
         self.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.char_classes = np.full(0x110000, UNKNOWN, dtype=np.uint8)
         """Class of each code point, filled in on demand."""
@@ -84,13 +83,13 @@ class FastGpt2Encoder:
     def _look_up(self, data: bytes, bounds: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The tokens of the words between these bounds, and their number before each word and after the last."""
         if len(self.words.token_ids) > MAX_TABLE_TOKENS:
-            self.words = WordTable(self.tokenizer)
+            self.words = WordTable(self.tokenizer, self.words.byte_chars)
         table = self.words
         buffers = [None, pa.py_buffer(bounds), pa.py_buffer(data)]
         words = pa.Array.from_buffers(pa.large_binary(), len(bounds) - 1, buffers).dictionary_encode()
-        distinct = words.dictionary.to_pylist()
-        slots = np.fromiter(map(table.__getitem__, distinct), np.int64, len(distinct))[words.indices.to_numpy()]
-        starts, counts = (np.frombuffer(column, np.int64)[slots] for column in (table.token_starts, table.token_counts))
+        distinct = words.dictionary.to_pylist()  # Python sees each distinct word once
+        rows = np.fromiter(map(table.__getitem__, distinct), np.int64, len(distinct))[words.indices.to_numpy()]
+        starts, counts = (np.frombuffer(column, np.int64)[rows] for column in (table.token_starts, table.token_counts))
         ends = np.cumsum(counts)
         source = np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
         return np.frombuffer(table.token_ids, np.int32)[source], np.append(0, ends)

@@ -1,5 +1,9 @@
-"""Tokenizers: bytes, GPT-2's vocab and merges, tokenizer.json, SentencePiece, WordPiece."""
+"""Tokenizers: bytes, GPT-2's vocab and merges, tokenizer.json, SentencePiece, WordPiece.
 
+At the end: their files for transformers.
+"""
+
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +23,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 """Files that hold the tokenizer of a directory, in order of preference."""
 NAMED_TOKENIZERS = ("", "bytes", "gpt2", "wordpiece")
 """Names that are not paths."""
+UNKNOWN_TOKEN = "[UNK]"
+BERT_TOKENS = ("[PAD]", UNKNOWN_TOKEN, "[CLS]", "[SEP]", "[MASK]")
+"""The special tokens of a BERT vocabulary."""
 
 EncodedTexts = tuple[NDArray[np.int32], NDArray[np.int64]]
 """Token ids of some texts, one after the other, and the number of tokens of each text."""
@@ -97,7 +104,7 @@ class FastTokenizer:
         if _is_plain_gpt2(tokenizer):
             from trainyard.data.text.gpt2_fast_bpe import FastGpt2Encoder  # imports pyarrow
 
-            self.gpt2_encoder = FastGpt2Encoder(tokenizer)
+            self.gpt2_encoder = FastGpt2Encoder(tokenizer, byte_to_char())
 
     @property
     def max_token_length(self) -> int:
@@ -216,23 +223,35 @@ def _report_invalid(problem: str) -> Iterator[None]:
 def _load_gpt2(spec: TokenizerSpec) -> Tokenizer:
     vocab, merges = _require_path(spec.vocab_file, "vocab_file"), _require_path(spec.merges_file, "merges_file")
     with _report_invalid(f"{vocab}, {merges}: not GPT-2 files"):
-        fast = Fast(models.BPE.from_file(str(vocab), str(merges)))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
+        fast = byte_level(models.BPE.from_file(str(vocab), str(merges)))
     return FastTokenizer(fast, spec.end_token, str(vocab))
 
 
 def _load_wordpiece(spec: TokenizerSpec) -> Tokenizer:
     vocab = _require_path(spec.vocab_file, "vocab_file")
     with _report_invalid(f"{vocab}: not a WordPiece vocabulary with one token per line"):
-        fast = Fast(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))
-    fast.normalizer = normalizers.BertNormalizer(lowercase=spec.lowercase)
-    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    fast.decoder = decoders.WordPiece()
-    for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"):
+        fast = wordpiece(models.WordPiece.from_file(str(vocab), unk_token=UNKNOWN_TOKEN), spec.lowercase)
+    for token in BERT_TOKENS:
         if fast.token_to_id(token) is None:
             raise UserError(f"{vocab}: has no {token}, so it is not a BERT vocabulary")
     return FastTokenizer(fast, spec.end_token, str(vocab))
+
+
+def byte_level(model: models.BPE, use_regex: bool = True) -> Fast:
+    """A BPE of bytes inside the words of GPT-2's pattern; without `use_regex`, a text is one word."""
+    fast = Fast(model)
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def wordpiece(model: models.WordPiece, lowercase: bool) -> Fast:
+    """A WordPiece tokenizer with BERT's normalization and words."""
+    fast = Fast(model)
+    fast.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    fast.decoder = decoders.WordPiece()
+    return fast
 
 
 def _require_path(name: str | None, key: str) -> Path:
@@ -241,3 +260,36 @@ def _require_path(name: str | None, key: str) -> Path:
         flag = key.replace("_", "-").replace("merges", "merge")
         raise UserError(f"data.{key}={name}: no such file; set it (--{flag}), or use data.tokenizer=bytes")
     return path
+
+
+def hf_tokenizer_files(spec: TokenizerSpec) -> dict[str, bytes]:
+    """Contents by file name. A SentencePiece model has no such files: transformers reads the model itself."""
+    tokenizer = load_tokenizer(spec)
+    if isinstance(tokenizer, FastTokenizer):
+        fast = tokenizer.tokenizer
+    elif isinstance(tokenizer, ByteTokenizer):
+        fast = byte_tokenizer()
+    else:
+        return {}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    generation: dict[str, Any] = {}
+    if tokenizer.end_id is not None:
+        config["eos_token"], generation["eos_token_id"] = fast.id_to_token(tokenizer.end_id), tokenizer.end_id
+    configs = {"tokenizer_config.json": config, "generation_config.json": generation}
+    files = {name: (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode() for name, data in configs.items()}
+    return {"tokenizer.json": fast.to_str(pretty=True).encode(), **files}
+
+
+def byte_to_char() -> dict[int, str]:
+    """The printable character that stands for each byte in GPT-2's vocabulary."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + number) for number, byte in enumerate(rest)}
+
+
+def byte_tokenizer() -> Fast:
+    """A byte-level BPE without merges, whose ids are the bytes, and then the token that ends a document."""
+    characters = bytes(range(256)).decode("latin-1").translate(byte_to_char())
+    fast = byte_level(models.BPE({character: byte for byte, character in enumerate(characters)}, []), use_regex=False)
+    fast.add_special_tokens(["<|endoftext|>"])
+    return fast

@@ -27,8 +27,8 @@ from trainyard.importers.key_table import (
 from trainyard.importers.known_models import find_known_model
 from trainyard.importers.megatron import sections
 from trainyard.importers.megatron.keys import MEGATRON_FLAGS
-from trainyard.importers.shell.conditions import TEST_COMMANDS
 from trainyard.importers.shell.script import (
+    TEST_COMMANDS,
     UNKNOWN_MARK,
     ShellCommand,
     Variables,
@@ -129,7 +129,8 @@ def _import_command(
         flags = _parse_flags(words, warnings, refused)
         check_values(flags, MEGATRON_FLAGS, warnings, "--", refused)
         data: dict[str, Any] = {"model": sections.model_section(flags, warnings)}
-        if "vocab" not in data["model"] and (known := find_known_model({**data["model"], **_model_sizes(flags)})):
+        set_keys(data, copied_keys(flags, MEGATRON_FLAGS))
+        if "vocab" not in data["model"] and (known := find_known_model(data["model"])):
             data["model"]["vocab"] = known.vocab
             warnings.append(f"model.vocab: {known.vocab}, that of {known.name}, which has these sizes")
         per_node, nodes = _launcher_sizes(launcher, warnings)
@@ -140,7 +141,6 @@ def _import_command(
                 f"hardware: {hardware}, assumed from {counted(per_node, 'rank')} per node; change it where it is not"
             )
         for keys in (
-            copied_keys(flags, MEGATRON_FLAGS),
             sections.train_keys(flags, ranks),
             sections.schedule_keys(flags),
             sections.precision_keys(flags, variables.get("XLA_USE_BF16") == ["1"], warnings),
@@ -169,12 +169,6 @@ def _refusal(refused: Mapping[str, str], dropped: Collection[str]) -> str:
     flags = [flag.removeprefix("--") for flag in dropped] + list(refused)
     options = " ".join(f"--drop-flag {shlex.quote(flag[:60])}" for flag in flags)
     return f"{'; '.join(refused.values())} (to leave {'it' if len(flags) == 1 else 'them'} out: {options})"
-
-
-def _model_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of the model section that are copied later."""
-    names = {"layers": "num-layers", "hidden": "hidden-size", "heads": "num-attention-heads"}
-    return {ours: flags[theirs] for ours, theirs in names.items() if theirs in flags}
 
 
 def _drop_flags(words: list[str], dropped: Collection[str]) -> list[str]:

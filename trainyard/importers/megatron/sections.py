@@ -11,14 +11,8 @@ from typing import Any
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.yaml_io import format_value
-from trainyard.importers.key_table import ConfigKeys, check_choice
-from trainyard.importers.megatron_semantics import (
-    GPT2_TOKENIZER,
-    check_family,
-    gpt2_tokenizer,
-    token_data,
-    vocab_size,
-)
+from trainyard.importers.key_table import ConfigKeys, check_choice, check_family, gpt2_tokenizer, token_data
+from trainyard.importers.known_models import GPT2_TOKENIZER, vocab_size
 
 Flags = dict[str, Any]
 REQUIRED_VALUES: dict[str, dict[str, object]] = {

@@ -24,10 +24,10 @@ from trainyard.importers.key_table import (
     split_names,
 )
 from trainyard.importers.nxdt import sections
-from trainyard.importers.nxdt.data import data_keys
 from trainyard.importers.nxdt.interpolation import resolve
 from trainyard.importers.nxdt.keys import KEYS_FOUND_AT_ANY_DEPTH, MANUAL_PRECISION, NXDT_KEYS
 from trainyard.importers.nxdt.model import hf_model_section, megatron_model_section
+from trainyard.importers.nxdt.sections import data_keys
 
 UNREAD_MANUAL_KEYS = dict.fromkeys(
     split_names(MANUAL_PRECISION, "precision."), ignore("any", "read only with precision.type=manual")
@@ -66,7 +66,6 @@ def _convert(tree: dict[str, Any], directory: Path) -> ImportedConfig:
         sections.checkpoint_keys,
         data_keys,
         sections.log_keys,
-        sections.logger_keys,
     ):
         set_keys(data, section_keys(keys, warnings))
     _warn_about_defects(keys, model, warnings)

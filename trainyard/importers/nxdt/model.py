@@ -10,9 +10,8 @@ from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import format_value
 from trainyard.families import find_family
 from trainyard.families.hf_config import from_hf
-from trainyard.importers.key_table import check_choice, find_path
-from trainyard.importers.known_models import find_known_model
-from trainyard.importers.megatron_semantics import check_family, vocab_size
+from trainyard.importers.key_table import check_choice, check_family, find_path
+from trainyard.importers.known_models import find_known_model, vocab_size
 
 NxdtKeys = dict[str, Any]
 REQUIRED_VALUES: dict[str, dict[str, object]] = {

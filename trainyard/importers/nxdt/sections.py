@@ -10,7 +10,15 @@ from typing import Any
 
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import format_value
-from trainyard.importers.key_table import ConfigKeys, check_choice, run_name
+from trainyard.importers.key_table import (
+    ConfigKeys,
+    check_choice,
+    gpt2_tokenizer,
+    positive_number,
+    run_name,
+    token_data,
+)
+from trainyard.importers.known_models import GPT2_TOKENIZER
 
 NxdtKeys = dict[str, Any]
 STRATEGY, SCHEDULER = "distributed_strategy.", "model.optim.sched."
@@ -42,6 +50,8 @@ PRECISION_KINDS = {
     "mixed_precisionSR": "bf16",
     "mixed_precision_SR": "bf16",
 }
+DEFAULT_SPLIT = "980,10,10"
+"""The split in NxDT's examples and documentation."""
 LONG_SEQ_LEN = 8192
 """Sequence length from which activations_checkpoint_recompute_mlp (of older NxDT files) has an effect."""
 MINUTES = {"days": 1440.0, "hours": 60.0, "minutes": 1.0, "seconds": 1 / 60}
@@ -189,18 +199,80 @@ def _minutes(interval: dict[str, Any]) -> float:
     return sum(MINUTES[unit] * count for unit, count in interval.items())
 
 
-def logger_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
-    choices = {name: keys.get(f"exp_manager.create_{name}_logger") for name in ("tensorboard", "wandb", "mlflow")}
-    if all(choice is None for choice in choices.values()):
-        return {}
-    return {"log.loggers": [name for name, choice in choices.items() if choice]}
-
-
 def log_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    choices = {name: keys.get(f"exp_manager.create_{name}_logger") for name in ("tensorboard", "wandb", "mlflow")}
+    config_keys: ConfigKeys = {}
+    if any(choice is not None for choice in choices.values()):
+        config_keys["log.loggers"] = [name for name, choice in choices.items() if choice]
     run_directory = keys.get("exp_manager.explicit_log_dir") or keys.get("exp_manager.exp_log_dir")
     if run_directory:
         path = PurePath(run_directory)
-        return {"log.directory": str(path.parent), "log.name": run_name(path.name)}
+        return config_keys | {"log.directory": str(path.parent), "log.name": run_name(path.name)}
     name = keys.get("exp_manager.name") or keys.get("name")
     parent = keys.get("exp_manager.exp_dir")
-    return ({"log.name": run_name(name)} if name else {}) | ({"log.directory": parent} if parent else {})
+    config_keys |= {"log.name": run_name(name)} if name else {}
+    return config_keys | ({"log.directory": parent} if parent else {})
+
+
+def data_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    """Return our keys of data and evaluate."""
+    seq_len = keys.get("model.encoder_seq_length")
+    if seq_len is None or keys.get("data.seq_length", seq_len) != seq_len:
+        raise UserError(
+            f"model.encoder_seq_length={format_value(seq_len)}: required, and must equal "
+            f"data.seq_length={format_value(keys.get('data.seq_length'))}"
+        )
+    if "data.data_prefix" in keys:
+        data = _megatron_data(keys, warnings)
+    elif path := keys.get("data.train_dir"):
+        if path.endswith((".json", ".jsonl")):
+            raise UserError(
+                f"data.train_dir={format_value(path)}: prompt and answer records: only pre-training is supported; "
+                "nearest: a directory written by trainyard data pack"
+            )
+        data = {"data.source": "arrow", "data.paths": [path]}
+    else:
+        raise UserError("data.train_dir: missing; needed: a packed directory, or data.data_prefix for .bin and .idx")
+    return {"data.seq_len": seq_len, **data, **_evaluation(keys, data.get("data.split"), warnings)}
+
+
+def _megatron_data(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    prefix = keys["data.data_prefix"]
+    split: str | None = str(keys.get("data.splits_string") or DEFAULT_SPLIT).replace(" ", "").strip("[]()")
+    if isinstance(prefix, dict):
+        split = None
+        if prefix.get("validation") or prefix.get("test"):
+            warnings.append(
+                "data.data_prefix: separate validation and test sets are not supported; no samples are held out"
+            )
+        prefix = prefix.get("train")
+    loader = keys.get("data.dataloader_type") or "single"
+    resets = {name: bool(keys.get(name)) for name in ("data.reset_position_ids", "data.reset_attention_mask")}
+    blend = [prefix] if isinstance(prefix, str) else prefix
+    data = token_data("data.data_prefix", blend, "megatron-2023", loader == "cyclic", split, resets)
+    check_choice("data.dataloader_type", loader, ("single", "cyclic"), "single")
+    return data | {"data.mask_eod_loss": bool(keys.get("data.eod_mask_loss")), **_tokenizer(keys)}
+
+
+def _tokenizer(keys: NxdtKeys) -> ConfigKeys:
+    kind = keys.get("data.tokenizer.type")
+    if kind == GPT2_TOKENIZER:
+        vocab_file, merges_file = keys.get("data.tokenizer.vocab_file"), keys.get("data.tokenizer.merge_file")
+        return gpt2_tokenizer(vocab_file, merges_file)
+    name = keys.get("data.tokenizer.model") or kind
+    return {"data.tokenizer": name} if name else {}
+
+
+def _evaluation(keys: NxdtKeys, split: str | None, warnings: list[str]) -> ConfigKeys:
+    every, batches = keys.get("trainer.val_check_interval", 0), keys.get("trainer.limit_val_batches", 0)
+    if not every or not batches or every > keys.get("trainer.max_steps", 0):
+        return {"evaluate.every": 0}
+    held_out = bool(split and positive_number((*split.split(","), "")[1]))
+    if isinstance(every, float) or isinstance(batches, float) or not held_out:
+        reason = "fractions of an epoch are not supported" if held_out else "no samples are held out"
+        warnings.append(
+            f"trainer.val_check_interval={every}, limit_val_batches={batches}: no evaluation, because {reason}; see "
+            "data.validation_fraction, evaluate.every, evaluate.batches"
+        )
+        return {"evaluate.every": 0}
+    return {"evaluate.every": every, "evaluate.batches": batches}

@@ -4,17 +4,19 @@ Supports the subset of bash found in launch scripts: quotes, comments, continued
 `$((1 + 2))`. A value that depends on running the script (an unset variable, `$(command)`, `$1`) becomes its name
 between two UNKNOWN_MARKs, so that an error can show it if the value is needed; so does a placeholder such as
 <Specify path>. Assignments inside for, while, case and functions, and inside an if whose condition is not known, are
-skipped, because they may not happen; skipped flags are reported with the commands that follow.
+skipped, because they may not happen; skipped flags are reported with the commands that follow. A condition is known if
+it compares known values with `[`, `[[` or `test`; tests of files, commands and unknown values are not known.
 """
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import add, eq, ge, gt, le, lt, mul, ne, sub
 from typing import NamedTuple
 
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.importers.shell.conditions import OpenBlock, evaluate_test
 from trainyard.importers.shell.lexer import ShellWord, read_segment, split_words
 
 UNKNOWN_MARK = "\0"
@@ -35,7 +37,13 @@ BLOCK_ENDS |= {"{": "}", "(": ")"}
 KEYWORDS = {"then", "else", "elif", "do", "!", "time", "exec", "sudo", "env", *BLOCK_ENDS, *BLOCK_ENDS.values()}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?", re.S)
-ARITHMETIC_OPS = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod}
+
+TEST_COMMANDS = {"[": "]", "[[": "]]", "test": None}
+"""Commands that test, and their last word."""
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    f"-{compare.__name__}": compare for compare in (eq, ne, lt, le, gt, ge)
+}
+GLOB = re.compile(r"[*?\[]")
 
 Variables = dict[str, list[str]]
 """Values by name; arrays have several."""
@@ -78,7 +86,7 @@ def read_commands(text: str, preset: Mapping[str, str], source: str) -> Iterator
             continue
         if statement and open_blocks and open_blocks[-1].in_condition:
             words = [expanded for word in statement for expanded in _expand_word(word, variables)]
-            open_blocks[-1].add_test(operator, None if negated else evaluate_test(words, UNKNOWN_MARK))
+            open_blocks[-1].add_test(operator, None if negated else evaluate_test(words))
         if statement and statement[0].raw in ("export", "declare", "local", "readonly", "typeset"):
             statement = [word for word in statement[1:] if not word.raw.startswith("-")]
         unconditional = all(block.runs for block in open_blocks) and operator not in ("&&", "||")
@@ -200,6 +208,20 @@ def _mark_unknown(text: str) -> str:
     return UNKNOWN_MARK + re.sub(r"\s", "\u00a0", text[:40]) + UNKNOWN_MARK
 
 
+def _quotient(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: add,
+    ast.Sub: sub,
+    ast.Mult: mul,
+    ast.Div: _quotient,
+    ast.FloorDiv: _quotient,
+    ast.Mod: lambda a, b: a - _quotient(a, b) * b,
+}
+
+
 def _arithmetic(text: str, variables: Mapping[str, list[str]]) -> str:
     """Evaluate an expression of whole numbers with + - * / %; division truncates as in bash."""
     unknown = _mark_unknown(f"$(({text}))")
@@ -218,15 +240,67 @@ def _arithmetic(text: str, variables: Mapping[str, list[str]]) -> str:
                 return number
             case ast.UnaryOp(ast.USub(), operand):
                 return -evaluate(operand)
-            case ast.BinOp(left, operator, right) if type(operator) in ARITHMETIC_OPS:
-                a, b = evaluate(left), evaluate(right)
-                if isinstance(operator, ast.Add | ast.Sub | ast.Mult):
-                    return a + b if isinstance(operator, ast.Add) else a - b if isinstance(operator, ast.Sub) else a * b
-                quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-                return a - quotient * b if isinstance(operator, ast.Mod) else quotient
+            case ast.BinOp(left, operator, right) if type(operator) in ARITHMETIC:
+                return ARITHMETIC[type(operator)](evaluate(left), evaluate(right))
         raise ValueError
 
     try:
         return str(evaluate(ast.parse(expression.replace("\n", " "), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return unknown
+
+
+def evaluate_test(words: list[str]) -> bool | None:
+    """The result of a test command after expansion; None if it is not known."""
+    if not words or words[0] not in TEST_COMMANDS or any(UNKNOWN_MARK in word for word in words):
+        return None
+    closing = TEST_COMMANDS[words[0]]
+    match words[1:-1] if closing and words[-1] == closing else words[1:]:
+        case ["!", *rest]:
+            result = evaluate_test(["test", *rest])
+            return None if result is None else not result
+        case ["-z", *value] if len(value) < 2:
+            return not value or not value[0]  # an unquoted empty value is no word
+        case ["-n", value]:
+            return bool(value)
+        case [a, "=" | "==" | "!=" as comparison, b] if not GLOB.search(b):
+            return (a == b) == (comparison != "!=")
+        case [a, comparison, b] if comparison in COMPARISONS and re.fullmatch(r"-?\d{1,18} -?\d{1,18}", f"{a} {b}"):
+            return COMPARISONS[comparison](int(a), int(b))
+    return None
+
+
+@dataclass
+class OpenBlock:
+    """A compound command whose end has not been read: if, for, while, case, a function or a group."""
+
+    end: str
+    """Keyword that ends it."""
+    runs: bool | None = None
+    """True or False if its current branch is known to run or not to."""
+    in_condition: bool = False
+    """The statements are the condition of an if or elif."""
+    condition: bool | None = None
+    taken: bool | None = False
+    """True if an earlier branch runs; None if that is not known."""
+
+    def add_test(self, joined_by: str, result: bool | None) -> None:
+        """Add a test to the condition, which && or || joins to the ones before it."""
+        if joined_by == "&&":
+            both = (self.condition, result)
+            self.condition = False if False in both else None if None in both else True
+        elif joined_by == "||":
+            either = (self.condition, result)
+            self.condition = True if True in either else None if None in either else False
+        else:
+            self.condition = result
+
+    def start_branch(self, keyword: str) -> None:
+        """Go on with `then`, `elif` or `else`."""
+        if keyword == "elif":
+            self.in_condition, self.condition, self.runs = True, None, None
+            return
+        condition = True if keyword == "else" else self.condition
+        self.in_condition = False
+        self.runs = False if self.taken or condition is False else None if None in (self.taken, condition) else True
+        self.taken = True if self.runs else None if self.runs is None else self.taken

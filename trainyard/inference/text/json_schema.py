@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from trainyard.core.errors import UserError, one_line
-from trainyard.data.text.hf_tokenizer import byte_tokenizer
-from trainyard.data.text.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
+from trainyard.data.text.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, byte_tokenizer
 
 KEPT_SCHEMAS = 64
 """Compiled schemas that stay in memory."""

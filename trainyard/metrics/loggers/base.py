@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.core.quantities import counted
-from trainyard.metrics.json_lines import read_json_lines
-from trainyard.metrics.record_numbers import as_number
+from trainyard.metrics.json_lines import as_number, read_json_lines
 
 METRICS_FILE, SAMPLES_FILE, EVENTS_FILE = "metrics.jsonl", "samples.jsonl", "events.jsonl"
 

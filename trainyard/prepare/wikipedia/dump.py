@@ -70,7 +70,7 @@ class PageBatch(NamedTuple):
     file_bytes_read: int
     """Compressed bytes of the file read so far."""
     error: str = ""
-    """Why nothing after this batch can be read; empty if it can."""
+    """The reason for which nothing after this batch can be read; empty if it can."""
 
 
 class XmlPart(NamedTuple):

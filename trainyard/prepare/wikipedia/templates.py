@@ -7,9 +7,14 @@ here, above all citations and infoboxes, are dropped with their arguments.
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from trainyard.prepare.wikipedia.date_templates import DATE_RULES, month_name
-from trainyard.prepare.wikipedia.language_templates import LANGUAGE_RULES, pronunciation
-from trainyard.prepare.wikipedia.template_arguments import TemplateArguments, TemplateRule
+from trainyard.prepare.wikipedia.template_rules import (
+    DATE_RULES,
+    LANGUAGE_RULES,
+    TemplateArguments,
+    TemplateRule,
+    month_name,
+    pronunciation,
+)
 from trainyard.prepare.wikipedia.text_layout import BLANK_CHARACTERS
 
 TEXT_PATTERNS = {
@@ -136,16 +141,30 @@ def nihongo(arguments: TemplateArguments) -> str:
     return " ".join(filter(None, (arguments[1], f"({inside})" if inside else "")))
 
 
+OTHER_RULES: dict[TemplateRule, str] = {
+    convert: "convert, cvt",
+    fraction: "frac, fraction, sfrac",
+    format_value: "val",
+    as_of: "as of",
+    nihongo: "nihongo",
+    height: "height",
+    power_of_ten: "e",
+    lambda arguments: superscript(arguments[1]): "sup, superscript",
+    lambda arguments: arguments[arguments.count]: "transl, transliteration",
+    lambda arguments: "".join(arguments.positional()): "chem, linktext, gaps",
+    lambda arguments: ", ".join(filter(None, arguments.positional())): "hlist, unbulleted list",
+}
 TEMPLATE_RULES: dict[str, TemplateRule] = {
-    name: pattern_rule(pattern) for pattern, names in TEXT_PATTERNS.items() for name in names.split(", ")
-} | {
-    "convert": convert, "cvt": convert, "frac": fraction, "fraction": fraction, "sfrac": fraction, "val": format_value,
-    "as of": as_of, "nihongo": nihongo, "height": height, "e": power_of_ten,
-    **dict.fromkeys(("sup", "superscript"), lambda arguments: superscript(arguments[1])),
-    **dict.fromkeys(("transl", "transliteration"), lambda arguments: arguments[arguments.count]),
-    **dict.fromkeys(("chem", "linktext", "gaps"), lambda arguments: "".join(arguments.positional())),
-    **dict.fromkeys(("hlist", "unbulleted list"), lambda arguments: ", ".join(filter(None, arguments.positional()))),
-} | DATE_RULES | LANGUAGE_RULES  # fmt: skip
+    name: rule
+    for rules in (
+        {pattern_rule(pattern): names for pattern, names in TEXT_PATTERNS.items()},
+        OTHER_RULES,
+        DATE_RULES,
+        LANGUAGE_RULES,
+    )
+    for rule, names in rules.items()
+    for name in names.split(", ")
+}
 
 
 def switch(words: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ SEPARATOR = re.compile(rf"([;,](?=[\s{DROPPED_MARK}]|$))")
 MARK_RUN = re.compile(rf"({DROPPED_MARK}[ {DROPPED_MARK}]*+)")
 SPACE_RUN = re.compile(r"  +")
 DANGLING_END = re.compile(rf" {DROPPED_MARK}[ {DROPPED_MARK}]*$")
-"""Not a mark right after a word, which is what a reference leaves."""
+"""Marks after a space. A mark right after a word is what a reference leaves."""
 DANGLING_WORDS = {
     "a", "about", "after", "age", "aged", "also", "and", "approximately", "around", "as", "at", "b.", "before",
     "between", "born", "by", "c.", "ca.", "called", "circa", "d.", "died", "est.", "established", "fl.", "flourished",

@@ -19,7 +19,6 @@ from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.config.load import parse
-from trainyard.config.renamed_keys import upgrade_keys
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory, is_training
@@ -28,8 +27,8 @@ from trainyard.train.checkpointing.config_check import FREE_KEYS, changed_keys
 
 CLAIM_PREFIX = ".claim-"
 Owner = dict[str, Any]
-"""What a manifest or a claim says about its run: `run`, `run_directory` and `config`. Converted checkpoints have no
-`run`, those of earlier versions no `run_directory`."""
+"""What a manifest or a claim says about its run: `run`, `run_directory` and `config`. Converted checkpoints have only
+`config`."""
 
 
 def owner_record(run: RunDirectory, config: Config) -> Owner:
@@ -87,7 +86,7 @@ def _is_lost_run(owner: Owner, config: Config) -> bool:
     if "run_directory" not in owner or Path(owner["run_directory"]).parent != place:
         return False
     try:
-        saved = parse(upgrade_keys(owner["config"]))
+        saved = parse(owner["config"])
     except UserError:
         return False
     return saved.log.name == config.log.name and all(key in FREE_KEYS for key, _, _ in changed_keys(saved, config))

@@ -12,10 +12,9 @@ from typing import Any
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.data.loading.loader import BatchLoader
-from trainyard.metrics.json_lines_writer import JsonLinesWriter, repair_json_lines
+from trainyard.metrics.json_lines import JsonLinesWriter, as_number, repair_json_lines
 from trainyard.metrics.loggers.base import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, LoggedRun
 from trainyard.metrics.loggers.process import LoggerProcess
-from trainyard.metrics.record_numbers import as_number
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.train.run_log.loss_spikes import LossSpikeDetector
 from trainyard.train.status import HostStatus

@@ -8,9 +8,9 @@ from typer import Argument, Option
 
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke
 from trainyard.cli.run_config import load_run_config
+from trainyard.config.errors import suggest_key
 from trainyard.config.load import dump
 from trainyard.config.schema_docs import schema_keys
-from trainyard.config.suggest_key import suggest_key
 from trainyard.core.errors import UserError
 
 

@@ -13,8 +13,17 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats.documents import expand_patterns
 from trainyard.prepare.wikipedia.dump import open_dump
-from trainyard.prepare.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS, extract_articles
-from trainyard.prepare.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output, shard_name
+from trainyard.prepare.wikipedia.extract import (
+    ARTICLE_COUNT,
+    BYTE_COUNT,
+    SKIP_REASONS,
+    ExtractOptions,
+    ExtractState,
+    extract_articles,
+    load_state,
+    lock_output,
+    shard_name,
+)
 
 BYTE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

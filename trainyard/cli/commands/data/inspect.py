@@ -13,8 +13,7 @@ from trainyard.cli.console import ProgressDisplay, terminal_safe
 from trainyard.cli.options import AsJson, JsonKey, MergeFile, TokenizerName, VocabFile
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
-from trainyard.prepare.inspect import inspect_path
-from trainyard.prepare.length_stats import InspectOptions, InspectReport
+from trainyard.prepare.inspect import InspectOptions, InspectReport, inspect_path
 from trainyard.remote.location import is_url
 
 PROGRESS_DELAY_S = 2.0

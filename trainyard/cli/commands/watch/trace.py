@@ -14,8 +14,7 @@ from trainyard.cli.options import ExistingRun
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.metrics.span_trace import write_trace
-from trainyard.metrics.span_waits import WaitSummary, mean_parts, summarize_waits
-from trainyard.metrics.span_window import RankWindow, read_window
+from trainyard.metrics.span_window import RankWindow, WaitSummary, mean_parts, read_window, summarize_waits
 
 MAX_ROWS = 20
 MAX_HOST_WIDTH = 24

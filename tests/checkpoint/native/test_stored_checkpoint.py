@@ -1,4 +1,4 @@
-"""A checkpoint written by version 0.1.0, before config keys were renamed, is resumed and converted."""
+"""A checkpoint of the repository, which guards the format: a run resumes from it, and it is converted."""
 
 from pathlib import Path
 
@@ -15,41 +15,39 @@ from trainyard.checkpoint.registry import open_weights
 from trainyard.config.schema import Config
 from trainyard.remote.storage import open_storage
 
-OLD_CHECKPOINT = Path(__file__).parent / "data" / "version_0.1.0" / "step_00000002"
+STORED = Path(__file__).parent / "data" / "stored" / "step_00000002"
 LOSSES = [3.154975414276123, 3.1878228187561035]
 """Losses of steps 3 and 4 of the run that wrote the checkpoint."""
 
 
-def old_config() -> Config:
-    with Checkpoint(open_storage(OLD_CHECKPOINT)) as checkpoint:
+def stored_config() -> Config:
+    with Checkpoint(open_storage(STORED)) as checkpoint:
         checkpoint.verify(checkpoint.files)
         return checkpoint.config
 
 
-def test_old_keys_of_the_stored_configuration_are_renamed() -> None:
-    config = old_config()
+def test_configuration_is_read() -> None:
+    config = stored_config()
     assert (config.data.seq_len, config.optimizer.max_grad_norm, config.schedule.warmup_steps) == (8, 0.5, 2)
     assert config.model.tie_embeddings  # type: ignore[union-attr]
-    with Checkpoint(open_storage(OLD_CHECKPOINT)) as checkpoint:
-        assert "sequence" in checkpoint.manifest["config"]["data"]
 
 
 def test_a_run_resumes_with_the_same_losses(tmp_path: Path) -> None:
-    data = old_config().model_dump(mode="json")
-    data["checkpoint"] |= {"resume": str(OLD_CHECKPOINT), "every": 0}
+    data = stored_config().model_dump(mode="json")
+    data["checkpoint"] |= {"resume": str(STORED), "every": 0}
     data["log"] |= {"directory": str(tmp_path)}
     recorder = LossRecorder()
     _, messages = run_training(Config.model_validate(data), [recorder])
     assert recorder.losses == pytest.approx(LOSSES, rel=1e-5)
-    assert f"resuming from step 2: {OLD_CHECKPOINT}" in messages
+    assert f"resuming from step 2: {STORED}" in messages
     assert not [line for line in messages if line.startswith("note:")]  # no key seems to have changed
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 1, "pp": 2, "dp": 2}])
 def test_all_tensors_are_converted(layout: dict[str, int], tmp_path: Path) -> None:
-    opened = open_weights(OLD_CHECKPOINT)
-    convert_checkpoint(opened, OLD_CHECKPOINT, tmp_path / "out", ConversionTarget("native", layout), lambda count: None)
-    stored = load_file(OLD_CHECKPOINT / "rank_00000.safetensors")
+    opened = open_weights(STORED)
+    convert_checkpoint(opened, STORED, tmp_path / "out", ConversionTarget("native", layout), lambda count: None)
+    stored = load_file(STORED / "rank_00000.safetensors")
     with Checkpoint(open_storage(tmp_path / "out")) as converted:
         assert (converted.step, converted.manifest["updates"]) == (2, 2)
         for kind in ("weights", "first", "second"):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.metrics.json_lines import read_json_lines
-from trainyard.metrics.json_lines_writer import JsonLinesWriter, repair_json_lines
+from trainyard.metrics.json_lines import JsonLinesWriter, read_json_lines, repair_json_lines
 
 RECORDS = [
     {"step": 1, "loss": 2.5},
