@@ -1,6 +1,9 @@
 """Samples from a store equal those of local files, bit for bit and in order, whatever the store and the cache do."""
 
+import sys
+import threading
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -40,3 +43,22 @@ def test_batches_equal_those_of_local_files(proxy: StoreProxy, tmp_path: Path, u
     assert_same(list(read_batches(remote, 5)), expected[5:])  # resumed in the middle
     if fits:
         assert max(proxy.reads.values()) == 1, proxy.reads.most_common(3)
+
+
+def test_local_files_leave_the_code_of_urls_at_the_first_question(tmp_path: Path) -> None:
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and "/trainyard/remote/" in frame.f_code.co_filename:
+            called.add(frame.f_code.co_name)
+
+    config = make_config(FORMATS["tokens"](tmp_path))
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        batches = list(read_batches(config))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert batches
+    assert called - {"<genexpr>"} == {"has_urls", "is_url"}
