@@ -12,7 +12,7 @@ from trainyard.core.constants import GIB, MIB
 from trainyard.core.finding import Finding
 from trainyard.core.quantities import counted
 from trainyard.devices.neuron import compile_cache
-from trainyard.devices.neuron.instance import detect_instance
+from trainyard.devices.neuron.topology import detect_instance
 
 QUERY_TIMEOUT_S = 20
 STALE_MINUTES = 60

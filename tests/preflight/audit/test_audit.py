@@ -12,8 +12,8 @@ from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.devices.neuron.meta import MetaTrainium
 from trainyard.devices.neuron.topology import LNC_CHOICES, rank_memory_bytes
+from trainyard.devices.neuron.trainium import MetaTrainium
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.audit.audit import AuditReport, audit, trace_jobs
 from trainyard.preflight.audit.rules import (

@@ -14,8 +14,8 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.devices.neuron.meta import MetaTrainium
 from trainyard.devices.neuron.topology import rank_memory_bytes
+from trainyard.devices.neuron.trainium import MetaTrainium
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.audit.rules import (
     Violation,
