@@ -23,7 +23,7 @@ from trainyard.preflight.audit.rules import (
     check_operators,
     merge_violations,
 )
-from trainyard.preflight.dryrun.trace_rank import trace_rank
+from trainyard.preflight.dryrun.dry_run import trace_rank
 
 ONE_LAYER = {**LLAMA, "layers": 1}
 LOSS_START = """
