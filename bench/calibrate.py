@@ -16,8 +16,7 @@ import numpy as np
 from published_runs import H200_RUNS, TRN1_RUNS, PublishedRun
 
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.time.efficiency import Efficiency
-from trainyard.preflight.plan.time.step_time import predict_step
+from trainyard.preflight.plan.time.step_time import Efficiency, predict_step
 
 RUN_SETS = {"trn1": TRN1_RUNS, "h200": H200_RUNS}
 FITTED_CONSTANTS = {

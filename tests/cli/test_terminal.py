@@ -14,7 +14,7 @@ from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.train_console import screen_line
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
-from trainyard.preflight.verify.compare_layouts import VerifyFinding
+from trainyard.preflight.verify import VerifyFinding
 
 BAR = re.compile(r"step +(\d+)/6 [━╸╺ ]+ \d:\d\d:\d\d elapsed(, \d:\d\d:\d\d left|, first step .*)?")
 

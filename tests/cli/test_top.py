@@ -24,7 +24,7 @@ from rich.console import Console
 
 from tests.support.span_files import write_span_file
 from trainyard.cli.commands.watch.top_screen import BLOCKS, Snapshot, screen, sparkline
-from trainyard.devices.utilization import DeviceReading, HostReading
+from trainyard.devices.monitors import DeviceReading, HostReading
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.run_status import RunReader, find_running_run
 

@@ -16,8 +16,7 @@ from trainyard.cli.commands.tune import TuneTable
 from trainyard.config.load import dump, load
 from trainyard.preflight.tune.search import TuneSearch
 from trainyard.preflight.tune.search_space import KEY_COMPILE, KEY_MICRO_BATCH, SearchSpace
-from trainyard.preflight.tune.trial import OUT_OF_MEMORY, Trial
-from trainyard.preflight.tune.trial_process import ProcessResult
+from trainyard.preflight.tune.trial import OUT_OF_MEMORY, ProcessResult, Trial
 
 SMALL = ["tiny-llama", "--smoke", "compile.enabled=false", "device.name=cpu", "train.global_batch=8"]
 

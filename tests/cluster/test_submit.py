@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.forkserver import ForkServer
 from trainyard.cluster.batch_script import BatchOptions, render_script
-from trainyard.cluster.job_record import JobRecord
+from trainyard.cluster.jobs import JobRecord
 from trainyard.cluster.submit import parse_time
 from trainyard.metrics.run_directory import RunDirectory
 

@@ -14,7 +14,8 @@ from typing import cast
 import pytest
 
 from trainyard.cluster import attempt, supervisor
-from trainyard.cluster.job_record import JobRecord
+from trainyard.cluster.job import Job
+from trainyard.cluster.jobs import JobRecord
 from trainyard.cluster.supervisor import MAX_IDLE_STOPS, Supervisor
 from trainyard.core import atomic_files
 from trainyard.core.errors import UserError
@@ -76,7 +77,7 @@ class FakeProcess:
         return self.returncode
 
 
-class FakeJob:
+class FakeJob(Job):
     """A job of two nodes."""
 
     job_id, nodes, node_count = "7", "n[1-2]", 2

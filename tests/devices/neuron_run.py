@@ -15,7 +15,7 @@ import torch_neuronx
 from tests.support import configs
 from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.device import NeuronDevice
-from trainyard.devices.neuron.instance import TrainiumInstance
+from trainyard.devices.neuron.topology import TrainiumInstance
 from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer

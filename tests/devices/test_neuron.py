@@ -18,7 +18,7 @@ from trainyard.devices.neuron.environment import (
     resolve_lnc,
     visible_core,
 )
-from trainyard.devices.neuron.instance import TrainiumInstance, detect_instance, installed_version, parse_generation
+from trainyard.devices.neuron.topology import TrainiumInstance, detect_instance, installed_version, parse_generation
 
 TRN2 = TrainiumInstance("trn2", 16, "trn2.48xlarge")
 

@@ -13,7 +13,7 @@ from trainyard.devices.neuron.environment import (
     root_comm_id,
     xla_environment,
 )
-from trainyard.devices.neuron.instance import TrainiumInstance
+from trainyard.devices.neuron.topology import TrainiumInstance
 from trainyard.devices.neuron.xla_device import XlaDevice, missing_requirement
 
 TRN1 = TrainiumInstance("trn1", 16, "trn1.32xlarge")

@@ -17,7 +17,7 @@ from trainyard.models.layers import CoreAttention
 from trainyard.parallel import expert_parallel, ring_attention
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.zero1 import GradientReducer
-from trainyard.preflight.verify.compare_layouts import VerifyRecord, record_training
+from trainyard.preflight.verify import VerifyRecord, record_training
 from trainyard.train import build, cross_entropy
 from trainyard.train.optim.replicated_params import ReplicaSync
 

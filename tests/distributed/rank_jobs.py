@@ -15,7 +15,7 @@ from trainyard.core.errors import RunStopped
 from trainyard.devices.base import CompileOptions
 from trainyard.devices.cpu import CpuDevice
 from trainyard.models import Batch, ModelOutput
-from trainyard.preflight.verify.compare_layouts import compare_records, record_training, single_rank_config
+from trainyard.preflight.verify import compare_records, record_training, single_rank_config
 from trainyard.train import trainer as trainer_module
 from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.text_samples.generate import continue_prompts

@@ -17,7 +17,7 @@ from tests.support.pool import Pool, RankFailed
 from trainyard.compat import supports_zero_bubble
 from trainyard.config.schema import Config
 from trainyard.families.hf_config import from_hf
-from trainyard.preflight.verify.compare_layouts import VerifyRecord, compare_records, single_rank_config
+from trainyard.preflight.verify import VerifyRecord, compare_records, single_rank_config
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tests.support import configs
 from tests.support.pool import Pool, RankDied, RankFailed
 from trainyard.compat import supports_unsorted_groups
 from trainyard.devices.neuron.topology import rank_order
-from trainyard.preflight.verify.compare_layouts import FP32_TOLERANCES
+from trainyard.preflight.verify import FP32_TOLERANCES
 
 JOBS = "tests.distributed.rank_jobs"
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [

@@ -10,7 +10,7 @@ from tests.support import configs
 from tests.support.pool import Pool
 from trainyard.compat import supports_zero_bubble
 from trainyard.config.schema import Config
-from trainyard.preflight.verify.compare_layouts import single_rank_config
+from trainyard.preflight.verify import single_rank_config
 
 JOBS = "tests.distributed.rank_jobs"
 JOB = f"{JOBS}:continued_prompts"

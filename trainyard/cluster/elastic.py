@@ -7,6 +7,7 @@ one takes the fastest layout that `trainyard plan --search` finds, or trains on 
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Self
 
 from trainyard.config.schema import Config
@@ -35,16 +36,11 @@ class NodeLayout:
 
     @classmethod
     def from_config(cls, config: Config, nodes: int, layout: Layout, origin: str) -> Self:
-        overrides = [f"{key}={format_value(_value(config, key))}" for key in OVERRIDE_KEYS]
+        overrides = [f"{key}={format_value(attrgetter(key)(config))}" for key in OVERRIDE_KEYS]
         return cls(nodes, [*overrides, f"layout.ranks={layout.world_size}"], layout.describe(), origin)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def layouts_by_nodes(
@@ -73,8 +69,7 @@ def layouts_by_nodes(
         if found is None and nodes == low:
             raise UserError(
                 f"--nodes {low}-{high}: no layout trains this model on {counted(low, 'node')} of "
-                f"{counted(nproc, 'rank')}; nearest: "
-                "trainyard plan --search"
+                f"{counted(nproc, 'rank')}; nearest: trainyard plan --search"
             )
         out[nodes] = found or out[nodes - 1]
     return out
@@ -98,8 +93,7 @@ def hardware_of_nodes(config: Config, nodes: int, nproc: int, measure: Callable[
     hardware = parse_hardware(needed_hardware(sized), measure=measure)
     if hardware.ranks != ranks:
         raise UserError(
-            f"--nproc {nproc}: a node of {config.hardware} has "
-            f"{counted(hardware.ranks_per_node, 'rank')}; the layouts of an "
-            "elastic job need all of them"
+            f"--nproc {nproc}: a node of {config.hardware} has {counted(hardware.ranks_per_node, 'rank')}; the layouts "
+            "of an elastic job need all of them"
         )
     return hardware

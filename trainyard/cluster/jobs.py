@@ -1,15 +1,87 @@
-"""The state of submitted runs: of their jobs, and how far they have trained."""
+"""Submitted runs: job.json with the jobs that train a run and what happened to them, the state of these jobs, and how
+far they have trained."""
 
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 
 from trainyard.cluster import slurm
-from trainyard.cluster.job_record import RECORD_FILE, JobRecord
-from trainyard.core.errors import UserError
+from trainyard.core.atomic_files import atomic_write_text
+from trainyard.core.errors import UserError, one_line
 from trainyard.core.yaml_io import read_yaml
 from trainyard.metrics.json_lines import read_json_lines
+
+RECORD_FILE = "job.json"
+LOG_DIRECTORY = "logs"
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What `trainyard submit` wrote, and the history that the supervisor adds."""
+
+    scheduler: str
+    """slurm, or local."""
+    job_id: str
+    """Job of Slurm, or process of the local supervisor."""
+    nodes: str
+    """Number of nodes, such as 4 or 2-4."""
+    nproc: int
+    """Ranks on each node."""
+    precompile_job_id: str | None = None
+    layouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of an elastic job: NodeLayout by number of nodes."""
+    max_restarts: int = 3
+    notice_s: int = 120
+    """Seconds between the notice and the time limit."""
+    cancelled: bool = False
+    """`trainyard cancel` was called: the job must not be requeued."""
+    attempts: int = 0
+    """Starts of the ranks so far, over all restarts of the job."""
+    attempt_nodes: str = ""
+    """Host list of the attempt in progress; empty if none is. It remains if the supervisor dies with its node."""
+    supervisor: str = ""
+    """The process that supervises the job: only this one writes here. A node that lost its network may come back with
+    an older one."""
+    failures_in_a_row: int = 0
+    """Failed attempts since the last one that saved a checkpoint."""
+    idle_stops: int = 0
+    """Stops in a row, by a time limit or a preemption, without a new checkpoint in between."""
+    last_checkpoint: int = 0
+    """Step of the latest checkpoint when the last attempt started, or was asked to stop."""
+    events: tuple[Mapping[str, Any], ...] = field(default=())
+    """What happened: time, text."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Self | None:
+        """The record of a run directory; None if the run was not submitted."""
+        try:
+            data = json.loads((directory / RECORD_FILE).read_text(encoding="utf-8"))
+            return cls(**{**data, "events": tuple(data.get("events", ()))})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{directory / RECORD_FILE}: not the record of a job: {one_line(error)}") from None
+
+    def write(self, directory: Path) -> None:
+        atomic_write_text(directory / RECORD_FILE, json.dumps(asdict(self), indent=1) + "\n")
+
+    def with_event(self, text: str) -> Self:
+        return replace(self, events=(*self.events, {"time": time.time(), "text": text}))
+
+
+def attempt_directory(directory: Path, record: JobRecord) -> Path:
+    """Where the ranks of the current attempt log, one subdirectory per node."""
+    return directory / LOG_DIRECTORY / f"{record.job_id}-{record.attempts}"
+
+
+def job_log(directory: Path, job_id: str) -> Path:
+    """The output of the batch script, of all restarts of a job."""
+    return directory / LOG_DIRECTORY / f"{job_id}.log"
 
 
 class RunState(NamedTuple):

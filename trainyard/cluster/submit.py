@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainyard.cluster import slurm
 from trainyard.cluster.batch_script import BatchOptions, render_script
-from trainyard.cluster.job_record import LOG_DIRECTORY, JobRecord, job_log
-from trainyard.cluster.jobs import job_state
+from trainyard.cluster.jobs import LOG_DIRECTORY, JobRecord, job_log, job_state
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
@@ -216,13 +215,7 @@ def submit_locally(submission: Submission) -> SubmittedRun:
         log_path = run.path / LOG_DIRECTORY / "local.log"
         reader, writer = os.pipe()  # the supervisor waits until its record is written
         with log_path.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=reader,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(command, stdin=reader, stdout=log, stderr=log, start_new_session=True)
         log_path.rename(job_log(run.path, str(process.pid)))
         record = JobRecord("local", str(process.pid), "1", submission.nproc, max_restarts=submission.max_restarts)
         record.write(run.path)

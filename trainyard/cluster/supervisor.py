@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
 from trainyard.cluster.attempt import AttemptEnd, is_over, judge_attempt
-from trainyard.cluster.job_record import RECORD_FILE, JobRecord, attempt_directory
-from trainyard.cluster.scheduler import Scheduler
+from trainyard.cluster.job import Job
+from trainyard.cluster.jobs import RECORD_FILE, JobRecord, attempt_directory
 from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.world import host_name
@@ -65,9 +65,9 @@ class NotWritableForLong(Exception):
 class Supervisor:
     """Runs the attempts of one job."""
 
-    def __init__(self, directory: Path, scheduler: Scheduler, train_command: list[str]) -> None:
+    def __init__(self, directory: Path, job: Job, train_command: list[str]) -> None:
         """`train_command` starts the ranks of one node; the supervisor adds overrides and the log directory."""
-        self.directory, self.scheduler, self.train_command = directory, scheduler, train_command
+        self.directory, self.job, self.train_command = directory, job, train_command
         record = JobRecord.read(directory)
         if record is None:
             raise RunStopped(f"{directory}: the record of its job is gone")
@@ -92,7 +92,7 @@ class Supervisor:
                     print_line(f"{self.directory} cannot be written; requeueing the job")
                     return self._requeue()
             except Superseded:
-                print_line(f"job {self.scheduler.job_id} has another supervisor; this one ends")
+                print_line(f"job {self.job.job_id} has another supervisor; this one ends")
                 return EXIT_INTERRUPTED
             finally:
                 if self.process and self.process.poll() is None:
@@ -104,9 +104,9 @@ class Supervisor:
                 return self._requeue()
             if code := self._count_failure(self._lost_attempt_cause(), 1):
                 return code
-        if not self.scheduler.sees_on_all_nodes(self.directory / RECORD_FILE):
+        if not self.job.sees_on_all_nodes(self.directory / RECORD_FILE):
             self._report(
-                f"stopped: not all nodes of {self.scheduler.nodes} see {self.directory}; nearest: a directory on a "
+                f"stopped: not all nodes of {self.job.nodes} see {self.directory}; nearest: a directory on a "
                 "file system that they share (log.directory)"
             )
             return EXIT_USER_ERROR
@@ -124,7 +124,7 @@ class Supervisor:
                 return EXIT_INTERRUPTED
             if end.asked_to_stop:
                 return self._stop()
-            failed_nodes = self._ask(partial(self.scheduler.failed_nodes, self.scheduler.nodes))
+            failed_nodes = self._ask(partial(self.job.failed_nodes, self.job.nodes))
             if code := self._count_failure(describe_nodes(failed_nodes) or end.cause, end.code):
                 return code
             if failed_nodes or end.step_remains:
@@ -138,12 +138,12 @@ class Supervisor:
         self._patiently(partial(logs.mkdir, parents=True, exist_ok=True))
         if self.signals:  # since the last attempt
             return AttemptEnd(EXIT_INTERRUPTED, asked_to_stop=True)
-        step, nodes = self._last_checkpoint(), self.scheduler.nodes
+        step, nodes = self._last_checkpoint(), self.job.nodes
         attempts = self.record.attempts + 1
         self.record = replace(self.record, attempts=attempts, last_checkpoint=step, attempt_nodes=nodes)
         count, overrides, layout = self._node_layout()
-        self._report(f"attempt {attempts}: job {self.scheduler.job_id} on {nodes}{layout}; {describe_checkpoint(step)}")
-        process = self.process = self.scheduler.start([*self.train_command, *overrides, "--logs", str(logs)], count)
+        self._report(f"attempt {attempts}: job {self.job.job_id} on {nodes}{layout}; {describe_checkpoint(step)}")
+        process = self.process = self.job.start([*self.train_command, *overrides, "--logs", str(logs)], count)
         in_time = self._wait_for_step(process, partial(is_over, logs, count))
         remains = not in_time and not self._end_steps()
         process.kill()
@@ -173,7 +173,7 @@ class Supervisor:
     def _end_steps(self) -> bool:
         """End what runs on the nodes of this job. Returns False if that is not possible."""
         try:
-            self.scheduler.end_steps()
+            self.job.end_steps()
         except UserError as error:
             self._report(str(error))
             return False
@@ -181,7 +181,7 @@ class Supervisor:
 
     def _node_layout(self) -> tuple[int, list[str], str]:
         """The number of nodes to use, overrides of the configuration, and a description for the log."""
-        count = self.scheduler.node_count
+        count = self.job.node_count
         if not (entry := self.record.layouts.get(str(count))):
             return count, [], ""
         used = entry["nodes"]
@@ -204,7 +204,7 @@ class Supervisor:
 
     def _lost_attempt_cause(self) -> str:
         """Why an attempt ended together with its supervisor."""
-        nodes = describe_nodes(self._ask(partial(self.scheduler.failed_nodes, self.record.attempt_nodes)))
+        nodes = describe_nodes(self._ask(partial(self.job.failed_nodes, self.record.attempt_nodes)))
         return nodes or f"the job or its supervisor was ended on {self.record.attempt_nodes} and started again"
 
     def _count_failure(self, cause: str, code: int) -> int:
@@ -240,7 +240,7 @@ class Supervisor:
 
         def requeue() -> bool:
             self._read_changes()  # a newer supervisor must not be requeued when Slurm answers again
-            return self.scheduler.requeue()
+            return self.job.requeue()
 
         if not self._is_cancelled() and self._ask(requeue):
             self._sleep(REQUEUE_WAIT_S)
@@ -248,7 +248,7 @@ class Supervisor:
 
     def _is_cancelled(self) -> bool:
         ended = signal.SIGTERM in self.signals and signal.SIGUSR1 not in self.signals
-        return self.record.cancelled or (ended and self._ask(self.scheduler.is_cancelled))
+        return self.record.cancelled or (ended and self._ask(self.job.is_cancelled))
 
     def _last_checkpoint(self) -> int:
         """The step of the latest checkpoint that is known; 0 if there is none. The metrics name every checkpoint, but a

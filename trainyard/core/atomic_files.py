@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+TRASH_PREFIX = ".removed-"
+"""Prefix of directories that hold what is being removed."""
 RETRY_S = 1.0
 """Seconds between two tries to write."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -110,3 +112,13 @@ def fsync_directory(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def remove_atomically(path: Path) -> None:
+    """Remove a file or a directory. A directory is renamed first, so that nobody sees half of it."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    trash = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
+    os.replace(path, trash / path.name)
+    shutil.rmtree(trash)

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
-from trainyard.cluster.job_record import LOG_DIRECTORY
+from trainyard.cluster.jobs import LOG_DIRECTORY
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import format_value
 from trainyard.dashboard.metrics_table import to_float

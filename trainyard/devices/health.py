@@ -12,7 +12,7 @@ from trainyard.core.constants import GIB, MIB
 from trainyard.core.finding import Finding
 from trainyard.core.quantities import counted
 from trainyard.devices.neuron import compile_cache
-from trainyard.devices.neuron.instance import detect_instance
+from trainyard.devices.neuron.topology import detect_instance
 
 QUERY_TIMEOUT_S = 20
 STALE_MINUTES = 60
@@ -57,13 +57,11 @@ def _neuron_findings(root: Path, chips: list[Path], environ: Mapping[str, str]) 
         entries = compile_cache.list_entries(location)
         stale = [lock for entry in entries for lock in compile_cache.stale_locks(entry, STALE_MINUTES)]
         if stale:
+            locks = f"{counted(len(stale), 'lock')} of compilers that no longer run"
             yield Finding(
                 "neuron compile cache",
                 "warning",
-                (
-                    f"{location}: {counted(len(stale), 'lock')} of compilers that no longer run, for "
-                    "which the next run would wait"
-                ),
+                f"{location}: {locks}, for which the next run would wait",
                 f"trainyard cache clear-locks --neuron {location} --minutes {STALE_MINUTES}",
                 lambda: f"{counted(len(compile_cache.clear_locks(entries, STALE_MINUTES)), 'lock')} removed",
             )

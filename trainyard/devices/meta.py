@@ -14,30 +14,28 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.stopwatch import Stopwatch
 
 
-class MetaDevice(CpuDevice):
+class _NoClock(Device):
+    """A mixin for devices that compute nothing, so that no time of theirs means anything."""
+
+    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
+        return None
+
+    def stopwatch(self) -> Stopwatch | None:
+        return None
+
+
+class MetaDevice(_NoClock, CpuDevice):
     name = "meta"
     process_group_backend = "cpu:fake,meta:fake"
 
     def describe(self) -> str:
         return "no device, shapes only"
 
-    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
-        return None
 
-    def stopwatch(self) -> Stopwatch | None:
-        return None
-
-
-class _FakeDevice(Device):
+class _FakeDevice(_NoClock):
     """A mixin that comes before the real device in the MRO and overrides what fake tensors cannot do."""
 
     compile_backend: Callable[..., Any]
-
-    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
-        return None
-
-    def stopwatch(self) -> Stopwatch | None:
-        return None
 
     def pin_memory(self, host: torch.Tensor) -> torch.Tensor:
         return host

@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.forkserver import ForkServer
 from trainyard.cluster.doctor.file_system import file_system_findings
-from trainyard.cluster.doctor.host import host_findings
-from trainyard.cluster.doctor.leftovers import leftover_findings
+from trainyard.cluster.doctor.host import host_findings, leftover_findings
 from trainyard.cluster.doctor.node_worker import local_findings
 from trainyard.core.finding import Finding
 from trainyard.devices.health import device_findings

@@ -16,14 +16,22 @@ import pytest
 
 from tests.support.forkserver import ForkServer
 from tests.support.slurm_cluster import SlurmCluster
-from trainyard.cluster.allocation import allocated_nodes, is_useless
-from trainyard.cluster.doctor.links import Link, hopeless_nodes, link_findings, tournament
-from trainyard.cluster.doctor.messages import MessageReader, encode_message
-from trainyard.cluster.doctor.network import clock_offset, open_listener, receive_stream, send_stream, serve_clock
+from trainyard.cluster.doctor.file_system import SharedDirectoryProbe, shared_directory_finding
+from trainyard.cluster.doctor.network import (
+    Link,
+    clock_offset,
+    hopeless_nodes,
+    link_findings,
+    open_listener,
+    receive_stream,
+    send_stream,
+    serve_clock,
+    tournament,
+)
 from trainyard.cluster.doctor.node_findings import compress_hosts, merge_findings
-from trainyard.cluster.doctor.shared_directory import SharedDirectoryProbe, shared_directory_finding
+from trainyard.cluster.doctor.node_worker import MessageReader, encode_message
+from trainyard.cluster.doctor.slurm_workers import allocated_nodes, is_useless, started_workers
 from trainyard.cluster.doctor.survey import clock_findings, survey_nodes
-from trainyard.cluster.node_step import started_step
 from trainyard.core.finding import Finding
 
 TIMEOUT_S = 180
@@ -320,7 +328,7 @@ def test_node_that_is_lost_during_the_survey_is_named(
         if "round 2" in stage:
             slurm.cut_cable("n2")
 
-    with allocated_nodes(4, None, [], cut) as allocation, started_step(allocation, cut) as (step, addresses, lost):
+    with allocated_nodes(4, None, [], cut) as allocation, started_workers(allocation, cut) as (step, addresses, lost):
         survey = survey_nodes(step, addresses, tmp_path, cut)
     assert [item.nodes for item in lost] == [("n2",)]
     assert len([rate for rate in survey.rates.values() if rate]) >= 6

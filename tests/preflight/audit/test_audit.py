@@ -12,8 +12,8 @@ from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.devices.neuron.meta import MetaTrainium
 from trainyard.devices.neuron.topology import LNC_CHOICES, rank_memory_bytes
+from trainyard.devices.neuron.trainium import MetaTrainium
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.audit.audit import AuditReport, audit, trace_jobs
 from trainyard.preflight.audit.rules import (
@@ -23,7 +23,7 @@ from trainyard.preflight.audit.rules import (
     check_operators,
     merge_violations,
 )
-from trainyard.preflight.dryrun.trace_rank import trace_rank
+from trainyard.preflight.dryrun.dry_run import trace_rank
 
 ONE_LAYER = {**LLAMA, "layers": 1}
 LOSS_START = """

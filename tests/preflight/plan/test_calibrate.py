@@ -8,8 +8,7 @@ from calibrate import FITTED_CONSTANTS, RUN_SETS, fit_efficiency, leave_one_out,
 from published_runs import H200_RUNS, TRN1_RUNS, PublishedRun
 
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.time.efficiency import FITTED_EFFICIENCY, Efficiency
-from trainyard.preflight.plan.time.step_time import predict_step
+from trainyard.preflight.plan.time.step_time import FITTED_EFFICIENCY, Efficiency, predict_step
 
 
 def test_published_trn1_runs_are_predicted_within_12_percent_in_the_median() -> None:

@@ -11,8 +11,8 @@ from trainyard.core.constants import MIB
 from trainyard.core.errors import UserError
 from trainyard.devices.cpu import CpuDevice
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.fit_check import check_fits
 from trainyard.preflight.plan.memory.peak import estimate_memory
+from trainyard.preflight.plan.problems import check_fits
 from trainyard.preflight.plan.report import with_overrides
 
 

@@ -19,8 +19,8 @@ from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.models import llama
 from trainyard.models.factory import ModuleFactory
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.fit_check import check_fits
 from trainyard.preflight.plan.hardware.spec import parse_hardware
+from trainyard.preflight.plan.problems import check_fits
 from trainyard.preflight.plan.report import make_plan
 
 NORM = "layers.*.attention.{}_head_norm.weight"

@@ -12,8 +12,7 @@ from trainyard.preflight.plan.hardware.spec import parse_hardware
 from trainyard.preflight.plan.memory.peak import estimate_memory
 from trainyard.preflight.plan.report import with_overrides
 from trainyard.preflight.plan.search import search_layouts
-from trainyard.preflight.plan.time.efficiency import fitted_efficiency
-from trainyard.preflight.plan.time.step_time import predict_step
+from trainyard.preflight.plan.time.step_time import fitted_efficiency, predict_step
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from trainyard.config.load import load
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware, parse_hardware
 from trainyard.preflight.plan.time.comm_volume import Message
-from trainyard.preflight.plan.time.efficiency import Efficiency, fitted_efficiency
-from trainyard.preflight.plan.time.step_time import StepTime, message_time, predict_step
+from trainyard.preflight.plan.time.step_time import Efficiency, StepTime, fitted_efficiency, message_time, predict_step
 
 HARDWARE = parse_hardware("trn1.32xlarge:16")
 LAYOUTS = {

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support import configs
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
-from trainyard.preflight.plan.memory.local_sizes import RankSizes
+from trainyard.preflight.plan.memory.pass_memory import RankSizes
 from trainyard.preflight.plan.trace import memory_trace, stage_run
 from trainyard.preflight.plan.trace.shape_rules import shape_rule
 

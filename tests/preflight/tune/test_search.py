@@ -23,7 +23,7 @@ from trainyard.preflight.tune.search_space import (
     RECOMPUTE_LEVELS,
     SearchSpace,
 )
-from trainyard.preflight.tune.trial import OUT_OF_MEMORY, TOO_SLOW, Choice, Trial, trial_from_process
+from trainyard.preflight.tune.trial import OUT_OF_MEMORY, TOO_SLOW, Choice, ProcessResult, Trial, trial_from_process
 
 MEMORY_PER_SAMPLE = {"none": 8, "selective": 6, "attention": 5, "full": 1}
 """By recompute kind."""
@@ -306,7 +306,7 @@ def test_finished_trial_is_read_from_its_metrics(tmp_path: Path) -> None:
     rows = [(90_000.0, 1.0, 5), (40.0, 80.0, 7), (10.0, 100.0, 7), (10.0, 300.0, 7), (10.0, 110.0, 6)]
     names = ("ms_per_iteration", "tokens_per_second", "memory_bytes")
     metrics.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
-    trial = trial_from_process({}, 0, True, 12.0, "", metrics)
+    trial = trial_from_process({}, ProcessResult(0, 12.0, True, ""), metrics)
     assert trial == Trial({}, "done", 12.0, tokens_per_second=110.0, peak_bytes=7, first_step_seconds=90.0)
 
 
@@ -335,5 +335,5 @@ def test_finished_trial_is_read_from_its_metrics(tmp_path: Path) -> None:
     ],
 )
 def test_outcome_of_a_failed_trial(returncode: int, in_time: bool, stderr: str, outcome: str, tmp_path: Path) -> None:
-    trial = trial_from_process({}, returncode, in_time, 3.0, stderr, tmp_path / "none")
+    trial = trial_from_process({}, ProcessResult(returncode, 3.0, in_time, stderr), tmp_path / "none")
     assert (trial.outcome, trial.tokens_per_second, trial.seconds) == (outcome, 0.0, 3.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.preflight.tune.trial_process import run_with_timeout
+from trainyard.preflight.tune.trial import run_with_timeout
 
 FAST_STOP = ((signal.SIGTERM, 0.5), (signal.SIGTERM, 0.5), (signal.SIGKILL, None))
 SLEEP_WITH_CHILD = "sleep 60 & echo $$ > pid; wait"

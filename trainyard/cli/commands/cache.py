@@ -8,6 +8,7 @@ from typer import Argument, Option, Typer
 
 from trainyard import devices
 from trainyard.cli.console import ProgressDisplay
+from trainyard.core.atomic_files import remove_atomically
 from trainyard.core.constants import GIB, MIB
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
@@ -98,7 +99,7 @@ def verify(
     if directory:
         damaged = cache_entries.find_damage(directory, on_file)
         for path in damaged if remove else ():
-            cache_entries.remove_atomically(path)
+            remove_atomically(path)
         print_damage(directory, damaged)
         found += len(damaged)
     if root:
@@ -147,7 +148,7 @@ def clean(
             raise UserError(f"{directory}: a compiler is running; wait for it, or use --force")
     for directory in directories:
         size = cache_entries.total_bytes(directory)
-        cache_entries.remove_atomically(directory)
+        remove_atomically(directory)
         print(f"{directory}: removed {size / MIB:,.1f} MiB")
     if not directories:
         print(f"{root}: nothing to remove")

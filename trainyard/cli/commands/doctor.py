@@ -12,11 +12,10 @@ from typer import Option
 from trainyard.cli.console import StageDisplay
 from trainyard.cli.options import AsJson
 from trainyard.cluster import slurm
-from trainyard.cluster.allocation import allocated_nodes
 from trainyard.cluster.doctor.node_findings import NodeFinding, compress_hosts
 from trainyard.cluster.doctor.node_worker import finding_record, local_findings
+from trainyard.cluster.doctor.slurm_workers import allocated_nodes, started_workers
 from trainyard.cluster.doctor.survey import Survey, survey_nodes
-from trainyard.cluster.node_step import started_step
 from trainyard.core.errors import UserError
 from trainyard.core.finding import Finding
 
@@ -82,7 +81,7 @@ def doctor_nodes(
     if not slurm.available():
         raise UserError(f"--nodes {count}: this machine has no Slurm; nearest: trainyard doctor")
     with StageDisplay() as report, allocated_nodes(count, partition, options, report) as allocation:
-        with started_step(allocation, report) as (step, addresses, lost):
+        with started_workers(allocation, report) as (step, addresses, lost):
             survey = survey_nodes(step, addresses, directory.absolute(), report)
         survey.findings += lost
     if as_json:

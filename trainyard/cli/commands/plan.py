@@ -16,7 +16,7 @@ from trainyard.preflight.plan import report
 from trainyard.preflight.plan.compare_measured import compare_with_measured, load_run_config, run_hardware
 from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu
 from trainyard.preflight.plan.hardware.spec import needed_hardware, parse_hardware, read_catalog
-from trainyard.preflight.plan.preflight import find_problems
+from trainyard.preflight.plan.problems import find_problems
 from trainyard.preflight.plan.search import search_layouts
 
 SEARCH_ROWS = 10

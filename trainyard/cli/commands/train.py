@@ -92,7 +92,7 @@ def train(
     from trainyard.cli.heartbeat_callback import HeartbeatCallback
     from trainyard.cli.train_console import TrainConsole, log_to_console
     from trainyard.parallel.mesh import shutdown_distributed
-    from trainyard.preflight.plan.fit_check import check_fits
+    from trainyard.preflight.plan.problems import check_fits
     from trainyard.train.trainer import Trainer
 
     console = Console(highlight=False, quiet=world.rank > 0)

@@ -33,8 +33,7 @@ from trainyard.core.world import World
 from trainyard.preflight.dryrun.dry_run import SYNTHETIC_DATA
 from trainyard.preflight.tune.search import MAX_DRIFT, TuneSearch, run_search
 from trainyard.preflight.tune.search_space import KEY_MICRO_BATCH, SearchSpace
-from trainyard.preflight.tune.trial import Choice, Trial, trial_from_process
-from trainyard.preflight.tune.trial_process import run_with_timeout
+from trainyard.preflight.tune.trial import Choice, Trial, run_with_timeout, trial_from_process
 from trainyard.remote.location import find_model_location, is_url
 
 COLUMNS = ("trial", "changes", "speed", "ratio", "memory", "first step", "total", "state")
@@ -99,9 +98,7 @@ def tune(
         command = [sys.executable, "-m", "trainyard", "train", str(directory / "trial.yaml"), "--nproc", str(nproc)]
         process = run_with_timeout(command, timeout, directory / "errors")
         metrics = directory / "run" / "metrics.jsonl"
-        trial = trial_from_process(
-            choice, process.returncode, process.finished_in_time, process.seconds, process.stderr, metrics
-        )
+        trial = trial_from_process(choice, process, metrics)
         if process.returncode == 2 and not search.trials:
             raise UserError(trial.outcome)  # an error in the file that only a run detects
         display.on_trial_end(trial)

@@ -25,7 +25,7 @@ from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import shutdown_distributed
-from trainyard.preflight.verify.compare_layouts import (
+from trainyard.preflight.verify import (
     VerifyFinding,
     VerifyRecord,
     compare_records,

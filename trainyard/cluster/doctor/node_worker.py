@@ -1,7 +1,11 @@
 """The doctor's process on one node: `srun python -m trainyard.cluster.doctor.node_worker`.
 
-Answers requests that arrive on standard input, which srun copies to all nodes, with messages on standard output: these
-need no port between the nodes and the user's machine. Ends with its input, and after LIFETIME_S whatever happens.
+It answers requests that arrive on standard input, which srun copies to all nodes, with messages on standard output:
+these need no port between the nodes and the user's machine. It ends with its input, and after LIFETIME_S whatever
+happens.
+
+srun passes lines on whole only up to 1024 bytes; longer ones from several nodes get mixed. A message is therefore cut
+into short lines that name their node. Lines that something else prints on a node are ignored.
 """
 
 import json
@@ -15,10 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainyard.cluster.doctor.file_system import file_system_findings
-from trainyard.cluster.doctor.host import host_findings
-from trainyard.cluster.doctor.leftovers import leftover_findings
-from trainyard.cluster.doctor.messages import encode_message
+from trainyard.cluster.doctor.file_system import SharedDirectoryProbe, file_system_findings
+from trainyard.cluster.doctor.host import host_findings, leftover_findings
 from trainyard.cluster.doctor.network import (
     clock_offset,
     open_listener,
@@ -27,11 +29,40 @@ from trainyard.cluster.doctor.network import (
     send_stream,
     serve_clock,
 )
-from trainyard.cluster.doctor.shared_directory import SharedDirectoryProbe
 from trainyard.core.finding import Finding
 from trainyard.devices.health import device_findings
 
+PREFIX = "@trainyard"
+MAX_CHUNK = 700
+"""Characters of a message in one line."""
 LIFETIME_S = 600
+
+
+def encode_message(node: str, message: Any) -> str:
+    """The lines of a message; the last one is marked."""
+    text = json.dumps(message)
+    chunks = [text[start : start + MAX_CHUNK] for start in range(0, len(text), MAX_CHUNK)]
+    marks = ["more"] * (len(chunks) - 1) + ["end"]
+    return "".join(f"{PREFIX} {node} {mark} {chunk}\n" for mark, chunk in zip(marks, chunks, strict=True))
+
+
+class MessageReader:
+    """Puts the messages of all nodes together again."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, str] = {}
+
+    def read_line(self, line: str) -> tuple[str, Any] | None:
+        """The node and its message, if this line completes one."""
+        words = line.rstrip("\n").split(" ", 3)
+        if len(words) != 4 or words[0] != PREFIX:
+            return None
+        _, node, mark, chunk = words
+        text = self.parts.pop(node, "") + chunk
+        if mark == "more":
+            self.parts[node] = text
+            return None
+        return node, json.loads(text)
 
 
 def local_findings(directory: Path) -> list[Finding]:

@@ -8,12 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
-from typing import Any, Protocol
+from typing import Any
 
-from trainyard.cluster.doctor.links import Link, hopeless_nodes, link_findings, slow_links, tournament
-from trainyard.cluster.doctor.network import CONNECT_S, STALL_S, TOKEN_BYTES, TRANSFER_LIMIT_S
+from trainyard.cluster.doctor.file_system import shared_directory_finding
+from trainyard.cluster.doctor.network import (
+    CONNECT_S,
+    STALL_S,
+    TOKEN_BYTES,
+    TRANSFER_LIMIT_S,
+    Link,
+    hopeless_nodes,
+    link_findings,
+    slow_links,
+    tournament,
+)
 from trainyard.cluster.doctor.node_findings import NodeFinding, merge_findings
-from trainyard.cluster.doctor.shared_directory import shared_directory_finding
+from trainyard.cluster.doctor.slurm_workers import SlurmWorkers
 from trainyard.core.finding import Finding
 from trainyard.core.quantities import counted
 
@@ -25,17 +35,6 @@ TRANSFER_ANSWER_S = CONNECT_S + STALL_S + TRANSFER_LIMIT_S + 5.0
 REPEATS = 3
 """Further measurements of a slow link. The best one counts: other traffic makes a link slow for a moment."""
 MAX_CLOCK_OFFSET_S = 1.0
-
-
-class NodeGroup(Protocol):
-    """Workers on several nodes."""
-
-    nodes: list[str]
-    """Those that still answer."""
-
-    def ask(self, name: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
-        """The result of a request from each node; an OSError from nodes where it failed. Nodes that do not answer
-        within `limit_s` are left out here and from then on."""
 
 
 @dataclass
@@ -54,11 +53,13 @@ class Survey:
         return any(item.finding.level == "error" for item in self.findings)
 
 
-def survey_nodes(group: NodeGroup, addresses: dict[str, Any], directory: Path, report: Callable[[str], None]) -> Survey:
-    """Check all nodes of a group. `addresses` are their answers to `hello`; `report` gets the current stage."""
-    survey = Survey(list(group.nodes))
-    report(f"checking {counted(len(group.nodes), 'node')}")
-    answers = group.ask("check", CHECK_LIMIT_S, directory=str(directory))
+def survey_nodes(
+    workers: SlurmWorkers, addresses: dict[str, Any], directory: Path, report: Callable[[str], None]
+) -> Survey:
+    """Check the nodes of `workers`. `addresses` are their answers to `hello`; `report` gets the current stage."""
+    survey = Survey(list(workers.nodes))
+    report(f"checking {counted(len(workers.nodes), 'node')}")
+    answers = workers.ask("check", CHECK_LIMIT_S, directory=str(directory))
     by_node = {
         node: [Finding(**record) for record in answer]
         for node, answer in answers.items()
@@ -72,69 +73,69 @@ def survey_nodes(group: NodeGroup, addresses: dict[str, Any], directory: Path, r
         for node, answer in answers.items()
         if isinstance(answer, OSError)
     ]
-    if len(group.nodes) > 1:
+    if len(workers.nodes) > 1:
         report("looking for one node's files on the others")
-        survey.findings += [NodeFinding(finding) for finding in _check_shared_directory(group, directory)]
-    survey.rates = _measure_links(group, addresses, report)
+        survey.findings += [NodeFinding(finding) for finding in _check_shared_directory(workers, directory)]
+    survey.rates = _measure_links(workers, addresses, report)
     survey.findings += [NodeFinding(finding) for finding in link_findings(survey.nodes, survey.rates)]
     report("comparing clocks")
-    survey.clock_offsets = _measure_clocks(group, addresses, hopeless_nodes(survey.rates))
+    survey.clock_offsets = _measure_clocks(workers, addresses, hopeless_nodes(survey.rates))
     survey.findings += [NodeFinding(finding) for finding in clock_findings(survey.clock_offsets)]
     return survey
 
 
-def _check_shared_directory(group: NodeGroup, directory: Path) -> list[Finding]:
-    nodes = list(group.nodes)
+def _check_shared_directory(workers: SlurmWorkers, directory: Path) -> list[Finding]:
+    nodes = list(workers.nodes)
     first, last = nodes[0], nodes[-1]
-    path = group.ask("share", ANSWER_LIMIT_S, first=first, directory=str(directory)).get(first)
+    path = workers.ask("share", ANSWER_LIMIT_S, first=first, directory=str(directory)).get(first)
     if not isinstance(path, str):  # the checks of that node say why
         return []
-    looks = group.ask("look", ANSWER_LIMIT_S, first=first, last=last, path=path)
-    end = group.ask("unshare", ANSWER_LIMIT_S, first=first).get(first)
+    looks = workers.ask("look", ANSWER_LIMIT_S, first=first, last=last, path=path)
+    end = workers.ask("unshare", ANSWER_LIMIT_S, first=first).get(first)
     answered = [first, *(node for node in nodes[1:] if isinstance(looks.get(node), dict))]
     sees_last = last not in answered or (isinstance(end, dict) and end["seen"])
     return [shared_directory_finding(str(Path(path).parent), answered, looks, sees_last)]
 
 
 def _measure_links(
-    group: NodeGroup, addresses: dict[str, Any], report: Callable[[str], None]
+    workers: SlurmWorkers, addresses: dict[str, Any], report: Callable[[str], None]
 ) -> dict[Link, float | None]:
     """The rate of every link in both directions, and of slow ones again."""
-    rounds = tournament(group.nodes)
+    rounds = tournament(workers.nodes)
     rates: dict[Link, float | None] = {}
     for number, pairs in enumerate(rounds, 1):
         report(f"measuring bandwidth, round {number} of {len(rounds)}")
         for links in (pairs, [(other, one) for one, other in pairs]):
             left_out = hopeless_nodes(rates)
-            rates |= _measure(group, [link for link in links if not left_out & set(link)], addresses)
+            rates |= _measure(workers, [link for link in links if not left_out & set(link)], addresses)
     for repeat in range(1, REPEATS + 1):
         slow = set(slow_links(rates))
         report(f"measuring {counted(len(slow), 'slow link')} again, {repeat} of {REPEATS}")
         for pairs in rounds:
             for links in (pairs, [(other, one) for one, other in pairs]):
-                again = _measure(group, [link for link in links if link in slow], addresses)
+                again = _measure(workers, [link for link in links if link in slow], addresses)
                 rates |= {link: max(rate or 0.0, rates[link] or 0.0) for link, rate in again.items()}
     return rates
 
 
-def _measure(group: NodeGroup, links: list[Link], addresses: dict[str, Any]) -> dict[Link, float | None]:
+def _measure(workers: SlurmWorkers, links: list[Link], addresses: dict[str, Any]) -> dict[Link, float | None]:
     """Measure links that share no node, at the same time."""
-    links = [link for link in links if set(link) <= set(group.nodes)]
+    links = [link for link in links if set(link) <= set(workers.nodes)]
     if not links:
         return {}
     used = {receiver: addresses[receiver] for _, receiver in links}
     token = secrets.token_hex(TOKEN_BYTES)
-    answers = group.ask("transfer", TRANSFER_ANSWER_S, links=dict(links), addresses=used, token=token)
+    answers = workers.ask("transfer", TRANSFER_ANSWER_S, links=dict(links), addresses=used, token=token)
     rates = {(sender, receiver): answers.get(receiver) for sender, receiver in links}
     return {link: rate if isinstance(rate, float) else None for link, rate in rates.items()}
 
 
-def _measure_clocks(group: NodeGroup, addresses: dict[str, Any], left_out: set[str]) -> dict[str, float]:
-    nodes = [node for node in group.nodes if node not in left_out]
+def _measure_clocks(workers: SlurmWorkers, addresses: dict[str, Any], left_out: set[str]) -> dict[str, float]:
+    nodes = [node for node in workers.nodes if node not in left_out]
     if len(nodes) < 2:
         return {}
     limit = ANSWER_LIMIT_S + CONNECT_S + STALL_S
-    answers = group.ask(
+    answers = workers.ask(
         "clock",
         limit,
         first=nodes[0],

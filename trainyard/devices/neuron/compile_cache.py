@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from trainyard.core.atomic_files import TRASH_PREFIX, remove_atomically
 from trainyard.core.errors import UserError
 
 DEFAULT_DIR = "/var/tmp/neuron-compile-cache"
@@ -30,7 +30,6 @@ CACHE_DIR_FLAG = re.compile(r"(?:^|\s)--cache_dir(?:=|\s+)(\S+)")
 ENTRY_PATH = re.compile(r"neuronxcc-(?P<version>[^/]+)/MODULE_[0-9a-f]+\+(?P<flags>[0-9a-f]{8})$")
 GRAPH_FILES = {"model.hlo_module.pb", "model.hlo.pb"}
 NO_FLAGS_HASH = "d41d8cd9"
-TRASH_PREFIX = ".removed-"
 LOG_TAIL_BYTES = 4000
 """Bytes of a log that an entry keeps."""
 
@@ -179,22 +178,15 @@ def remove_entries(
     compiled again."""
     removed = [entry for entry in entries if force or not is_being_compiled(entry, running)]
     for entry in removed:
-        _remove(entry.path)
+        for leftover in entry.path.parent.glob(f"{TRASH_PREFIX}*"):  # of a killed removal
+            shutil.rmtree(leftover, ignore_errors=True)
+        remove_atomically(entry.path)
     return removed
 
 
 def is_being_compiled(entry: NeuronCacheEntry, running: Callable[[], list[str]] = running_commands) -> bool:
     """True if a process on this host holds a lock of the entry or names it on its command line."""
     return bool(entry.locks) and stale_locks(entry, 0, running) != entry.locks
-
-
-def _remove(path: Path) -> None:
-    """Rename first, then delete: a half-removed entry would look like another state."""
-    for leftover in path.parent.glob(f"{TRASH_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    trash = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
-    os.replace(path, trash / path.name)
-    shutil.rmtree(trash)
 
 
 def _age_s(path: Path) -> float:

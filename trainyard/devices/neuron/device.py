@@ -14,7 +14,7 @@ from trainyard.core.user_cache import user_cache
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import CompileOptions, StreamDevice
 from trainyard.devices.neuron.environment import CORES_VARIABLE, merge_env, native_environment
-from trainyard.devices.neuron.instance import PLATFORM_VARIABLE, TrainiumInstance, detect_instance, installed_version
+from trainyard.devices.neuron.topology import PLATFORM_VARIABLE, TrainiumInstance, detect_instance, installed_version
 from trainyard.devices.neuron.trainium import TrainiumDevice
 
 MIN_VERSION = (2, 13)

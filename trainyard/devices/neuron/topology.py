@@ -1,14 +1,20 @@
-"""Trainium chips and the groups of NeuronCores that the runtime supports: not every size, and not always neighbors.
+"""Trainium machines: which one this is, its chips, and the groups of NeuronCores that the runtime supports: not every
+size, and not always neighbors.
 
 Chip figures: aws-neuron-sdk, about-neuron/arch/neuron-hardware. The rank order is NxD's (neuronx_distributed 0.18,
 parallel_layers/parallel_state.py). A trn1.32xlarge has 32 cores on 16 chips in a torus; groups of four are every eighth
 core. A trn2.48xlarge with LNC 2 (two physical cores per logical core) has 64 logical cores in four rows of 16; groups
 of 32 are rows 0 and 3, and rows 1 and 2. With LNC 1 the same holds for 128 cores and groups of 64. trn3 chips are
 connected by switches, without rows.
+
+A machine is detected without starting the runtime, whose first user owns the cores.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 from trainyard.core.errors import UserError
@@ -142,3 +148,44 @@ def _preferred_groups(generation: str, cores: int, size: int) -> list[list[int]]
     """Groups of this size that `rank_order` makes of cores that are not consecutive."""
     order = _instance_order(generation, cores, size) or []
     return [sorted(order[start : start + size]) for start in range(0, len(order), size)]
+
+
+PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+"""AWS's variable for machines that cannot tell their type, such as containers and compile hosts."""
+
+
+class TrainiumInstance(NamedTuple):
+    """The EC2 instance this process runs on."""
+
+    generation: str | None
+    """trn1, trn2 or trn3; None on any other machine."""
+    chips: int
+    """Chips that the driver reports."""
+    instance_type: str
+    """EC2 instance type, such as trn2.48xlarge."""
+
+
+def parse_generation(product_name: str) -> str | None:
+    """Generation of an instance type: trn1n.32xlarge is trn1, trn2u.48xlarge is trn2."""
+    return next((name for name in CHIPS if product_name.lower().startswith(name)), None)
+
+
+def detect_instance(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> TrainiumInstance:
+    """Read the instance type, which EC2 puts into the DMI product name, and count the device files."""
+    try:
+        product_name = (root / "sys/devices/virtual/dmi/id/product_name").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        product_name = ""
+    chips = sum(path.name.removeprefix("neuron").isdigit() for path in (root / "dev").glob("neuron*"))
+    return TrainiumInstance(
+        parse_generation(environ.get(PLATFORM_VARIABLE, "")) or parse_generation(product_name), chips, product_name
+    )
+
+
+def installed_version(package: str) -> tuple[int, int] | None:
+    """Major and minor version of a package; None if it is not installed."""
+    try:
+        major, minor, *_ = metadata.version(package).split(".")
+        return int(major), int(minor)
+    except (metadata.PackageNotFoundError, ValueError):
+        return None

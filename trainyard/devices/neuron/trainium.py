@@ -9,13 +9,25 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.devices.base import Device, PeakThroughput
+from trainyard.devices.meta import MetaDevice
 from trainyard.devices.neuron.environment import PROCESS_START_ENV, check_precision, merge_env, resolve_lnc
-from trainyard.devices.neuron.instance import TrainiumInstance, detect_instance
-from trainyard.devices.neuron.topology import CHIPS, group_problem, rank_flops, rank_memory_bytes, rank_order
+from trainyard.devices.neuron.topology import (
+    CHIPS,
+    TrainiumInstance,
+    detect_instance,
+    group_problem,
+    rank_flops,
+    rank_memory_bytes,
+    rank_order,
+)
 
 
 class TrainiumTopology(Device):
-    """The rank order and the groups that the chip supports."""
+    """What holds for a Trainium with or without memory: above all the rank order and the groups of the chip."""
+
+    max_logits_bytes = 1 << 28
+    decomposes_attention = True
+    has_grouped_gemm = False
 
     generation: str | None
     """trn1, trn2 or trn3; None on another device, without rules."""
@@ -33,9 +45,6 @@ class TrainiumTopology(Device):
 class TrainiumDevice(TrainiumTopology):
     synchronous = False
     carries_objects = False  # the chip has 32-bit integers, and XLA would compile a graph for each size
-    max_logits_bytes = 1 << 28
-    decomposes_attention = True
-    has_grouped_products = False
     memory_model = "trainium"
 
     def __init__(self, instance: TrainiumInstance | None = None) -> None:
@@ -73,3 +82,12 @@ class TrainiumDevice(TrainiumTopology):
                 raise UserError(
                     f"local rank {world.local_rank}: this machine has {counted(cores, 'core')}, one per rank"
                 )
+
+
+class MetaTrainium(TrainiumTopology, MetaDevice):
+    """A Trainium without memory: the meta device with the rank order and group rules of the chip. Audits use it on
+    machines without the chip; it computes nothing, and `select` never returns it."""
+
+    def __init__(self, generation: str, lnc: int) -> None:
+        self.generation: str = generation
+        self.lnc = lnc

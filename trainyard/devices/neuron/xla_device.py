@@ -7,6 +7,7 @@ nothing to add. torch_xla reads its environment at import, so `prepare` imports 
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -20,9 +21,8 @@ from trainyard.devices.base import HostCopy
 from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.compile_cache import cache_location
 from trainyard.devices.neuron.environment import CORES_VARIABLE, merge_env, xla_environment
-from trainyard.devices.neuron.instance import TrainiumInstance, detect_instance
+from trainyard.devices.neuron.topology import TrainiumInstance, detect_instance
 from trainyard.devices.neuron.trainium import TrainiumDevice
-from trainyard.devices.neuron.xla_collectives import XlaCollectives
 
 PJRT_VARIABLE = "PJRT_DEVICE"
 REQUIREMENT = (
@@ -38,6 +38,32 @@ def missing_requirement(instance: TrainiumInstance, installed: bool, pjrt: str |
     if not pjrt and not (instance.generation and instance.chips):
         return f"no Trainium on this machine; {PJRT_VARIABLE} selects another device, such as CPU"
     return None
+
+
+@dataclass(frozen=True)
+class XlaCollectives:
+    """Collectives through torch_xla.
+
+    torch's functional collectives lose their group on the way to torch_xla and would run over all ranks. These call
+    torch_xla directly with all groups of a kind at once, so the traced graph is the same on every rank. Layouts are
+    never pinned: torch_xla gathers pinned tensors as a sum of padded ones, which puts the rank into the graph.
+    """
+
+    groups: list[list[int]]
+    """All groups of one kind, of equal size; every rank is in exactly one."""
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        return _module("core.xla_model").all_reduce(op, x, groups=self.groups, pin_layout=False)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return _module("core.xla_model").all_gather(x, 0, groups=self.groups, pin_layout=False)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        size = len(self.groups[0])
+        return _module("core.xla_model").reduce_scatter("sum", x, 1.0, 0, size, groups=self.groups, pin_layout=False)
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        return _module("core.xla_model").all_to_all(x, 0, 0, len(self.groups[0]), groups=self.groups, pin_layout=False)
 
 
 class XlaDevice(TrainiumDevice):

@@ -14,8 +14,8 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.devices.neuron.meta import MetaTrainium
 from trainyard.devices.neuron.topology import rank_memory_bytes
+from trainyard.devices.neuron.trainium import MetaTrainium
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.audit.rules import (
     Violation,
@@ -28,8 +28,8 @@ from trainyard.preflight.audit.rules import (
     check_steps,
     merge_violations,
 )
+from trainyard.preflight.dryrun.dry_run import trace_rank
 from trainyard.preflight.dryrun.op_trace import RankTrace
-from trainyard.preflight.dryrun.trace_rank import trace_rank
 from trainyard.prepare.worker_pool import map_ordered
 
 PHASE_NAMES = {"step 1": "first step", "step 2": "later steps", "evaluation": "evaluation"}
@@ -112,10 +112,9 @@ def audit(
     full, short = (next(job for job in jobs if job.full_step is full_step) for full_step in (True, False))
     traced = (
         f"{counted(layout.pp, 'stage')}, each with {counted(full.steps, 'step')} of "
-        f"{counted(full.micro_batches, 'micro batch')} "
-        f"(of {layout.micro_batches}) on one rank, {counted(short.steps, 'step')} of "
-        f"{short.micro_batches} on the same rank and "
-        f"1 step on {len(stage_audits[0].ranks) - 1} more"
+        f"{counted(full.micro_batches, 'micro batch')} (of {layout.micro_batches}) on one rank, "
+        f"{counted(short.steps, 'step')} of {short.micro_batches} on the same rank and 1 step on "
+        f"{len(stage_audits[0].ranks) - 1} more"
     )
     return report(traced=traced, stages=stage_audits, violations=merge_violations(violations))
 

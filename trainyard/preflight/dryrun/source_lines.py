@@ -86,7 +86,7 @@ def _file_kind(file: str) -> str:
     if not path.is_relative_to(PACKAGE_DIR):
         return "code"
     package = path.relative_to(PACKAGE_DIR).parts[0]
-    return "recorder" if package in ("dryrun", "audit") else "infrastructure" if package in INFRASTRUCTURE else "code"
+    return "recorder" if package == "preflight" else "infrastructure" if package in INFRASTRUCTURE else "code"
 
 
 def _display_path(file: str) -> str:

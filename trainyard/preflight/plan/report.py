@@ -8,15 +8,22 @@ from typing import Any
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.models import family_of
+from trainyard.models.flops import flops_per_sample
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import config_as_run
 from trainyard.preflight.plan.hardware.spec import Hardware
+from trainyard.preflight.plan.memory.pass_memory import RankMemory
 from trainyard.preflight.plan.memory.peak import estimate_memory
-from trainyard.preflight.plan.memory.rank_memory import RankMemory
-from trainyard.preflight.plan.time.cost import RunCost, estimate_cost
-from trainyard.preflight.plan.time.efficiency import fitted_efficiency
-from trainyard.preflight.plan.time.step_time import StepTime, distinct_pipeline_ranks, predict_step, traffic_by_axis
+from trainyard.preflight.plan.time.step_time import (
+    StepTime,
+    distinct_pipeline_ranks,
+    fitted_efficiency,
+    predict_step,
+    traffic_by_axis,
+)
 
+HOUR_S = 3600.0
 MEMORY_FILL_LIMIT = 0.95
 """Share of a rank's memory that a suggestion may fill: estimates are not exact."""
 MIN_SPEEDUP = 1.02
@@ -35,6 +42,42 @@ BOTTLENECK_NAMES = {
     "update": "the optimizer's update",
     "all": "all-reduces over all ranks",
 }
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """Speed, duration and price of a run, from the time of a step."""
+
+    sequences_per_second: float
+    tokens_per_second: float
+    mfu_full: float
+    """Model FLOP utilization with every query-key pair counted, of the dense peak (of bf16 for fp8 too)."""
+    mfu_causal: float
+    """The same with only the pairs that a causal mask keeps."""
+    days: float
+    """Days until train.steps."""
+    dollars: float | None
+    price_per_hour: float | None
+    """Dollars an hour for one instance; None if unknown."""
+
+
+def estimate_cost(config: Config, hardware: Hardware, seconds: float, price_per_hour: float | None) -> RunCost:
+    """The cost of a run whose steps take `seconds`. `price_per_hour` overrides the price in the catalog."""
+    speed = config.train.global_batch / seconds
+    blueprint = family_of(config.model).blueprint(config.model)
+    flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
+    peak = hardware.peak_flops(config.precision.compute_dtype) * hardware.ranks
+    hours = seconds * config.train.steps / HOUR_S
+    price = hardware.entry.price_per_hour if price_per_hour is None else price_per_hour
+    return RunCost(
+        sequences_per_second=speed,
+        tokens_per_second=speed * config.data.seq_len,
+        mfu_full=speed * flops.full_attention / peak,
+        mfu_causal=speed * flops.causal_attention / peak,
+        days=hours / 24,
+        dollars=None if price is None else hours * price * hardware.instances,
+        price_per_hour=price,
+    )
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import config_as_run, group_problems
 from trainyard.preflight.plan.hardware.spec import Hardware
 from trainyard.preflight.plan.report import MEMORY_FILL_LIMIT, max_rank_memory
-from trainyard.preflight.plan.time.efficiency import fitted_efficiency
-from trainyard.preflight.plan.time.step_time import predict_step
+from trainyard.preflight.plan.time.step_time import fitted_efficiency, predict_step
 
 LONG_SEQUENCE_TOKENS = 8192
 """Longest sequence for which context parallelism is not tried, unless the file uses it."""

@@ -3,21 +3,17 @@
 import base64
 import fcntl
 import hashlib
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainyard.preflight.precompile.autograd_index import STAGING_PREFIX
+from trainyard.preflight.precompile.collect_graphs import STAGING_PREFIX
 from trainyard.preflight.precompile.precompile import read_records
 from trainyard.train.compile import inductor_cache
 
 HASHED_PATH_DEPTH = {"fxgraph": 4, "aotautograd": 3}
 """torch's directories whose files are named by a hash of their content, and the number of parts of such a path."""
-TRASH_PREFIX = ".removed-"
 
 
 @dataclass(frozen=True)
@@ -95,16 +91,6 @@ def find_damage(cache_dir: Path, on_progress: Callable[[int], None] = lambda cou
         if not _owner_alive(path):
             found[path] = "left by a killed precompile"
     return found
-
-
-def remove_atomically(path: Path) -> None:
-    """Rename first, then delete, so that nobody sees a half-removed directory."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    trash = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
-    os.replace(path, trash / path.name)
-    shutil.rmtree(trash)
 
 
 def entry_hash(content: bytes) -> str:

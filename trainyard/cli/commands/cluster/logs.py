@@ -7,8 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from trainyard.cli.options import RunDirectory
-from trainyard.cluster.job_record import job_log
-from trainyard.cluster.jobs import require_record, run_state
+from trainyard.cluster.jobs import job_log, require_record, run_state
 from trainyard.core.errors import UserError
 
 POLL_S = 0.5

@@ -16,9 +16,8 @@ from trainyard.cli.options import (
 )
 from trainyard.cli.run_config import load_run_config, load_source
 from trainyard.cluster import slurm
-from trainyard.cluster.batch_script import BatchOptions, read_setup
-from trainyard.cluster.container import Container
-from trainyard.cluster.job_record import job_log
+from trainyard.cluster.batch_script import BatchOptions, Container, read_setup
+from trainyard.cluster.jobs import job_log
 from trainyard.cluster.submit import (
     Submission,
     check_time,

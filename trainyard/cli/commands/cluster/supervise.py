@@ -8,9 +8,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from trainyard.cli.options import ContainerImage, ContainerMounts, ContainerRuntime
-from trainyard.cluster.batch_script import NOTICED_VARIABLE
-from trainyard.cluster.container import Container
-from trainyard.cluster.scheduler import LocalJob, Scheduler, SlurmJob
+from trainyard.cluster.batch_script import NOTICED_VARIABLE, Container
+from trainyard.cluster.job import Job, SlurmJob
 from trainyard.cluster.supervisor import Supervisor
 
 
@@ -37,8 +36,8 @@ def supervise(
     if local:
         sys.stdin.read()  # until trainyard submit has written the record of this job
     container = Container.from_options(container_image, container_mounts, container_runtime)
-    scheduler: Scheduler = LocalJob() if local else SlurmJob(container.step_options(directory) if container else ())
+    job = Job() if local else SlurmJob(container.step_options(directory) if container else ())
     python = container.python(directory) if container else [sys.executable]
     command = [*python, "-m", "trainyard", "train", str(directory), "--continue", "--nproc", str(nproc)]
     options = ["--hang-timeout", str(hang_timeout)]
-    return Supervisor(directory, scheduler, [*command, *options]).run(asked_to_stop=noticed)
+    return Supervisor(directory, job, [*command, *options]).run(asked_to_stop=noticed)

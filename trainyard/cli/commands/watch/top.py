@@ -19,8 +19,7 @@ from typer import Argument, Option
 from trainyard.cli.commands.watch.top_screen import Snapshot, plain_line, screen
 from trainyard.cli.console import interrupt_on_terminate
 from trainyard.core.errors import UserError
-from trainyard.devices.monitors import open_monitors
-from trainyard.devices.utilization import DeviceMonitor, HostMonitor
+from trainyard.devices.monitors import DeviceMonitor, HostMonitor, open_monitors
 from trainyard.metrics.run_status import RunReader, find_running_run
 
 RUNS = Path("runs")

@@ -14,7 +14,7 @@ from trainyard.cli.console import terminal_safe
 from trainyard.core.constants import GIB
 from trainyard.core.quantities import counted
 from trainyard.core.world import host_name
-from trainyard.devices.utilization import DeviceReading, HostReading
+from trainyard.devices.monitors import DeviceReading, HostReading
 from trainyard.metrics.run_status import RunStatus
 
 BLOCKS = "▁▂▃▄▅▆▇█"

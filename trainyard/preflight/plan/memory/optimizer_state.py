@@ -16,7 +16,7 @@ from trainyard.parallel.flat_buffer import Bucket, FlatBuffer
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.zero1 import MAX_IN_FLIGHT
 from trainyard.preflight.plan.memory.device_kinds import DeviceKind
-from trainyard.preflight.plan.memory.rank_memory import RankMemory
+from trainyard.preflight.plan.memory.pass_memory import RankMemory
 from trainyard.preflight.plan.rank_parameters import local_params, rank_flat_buffer
 from trainyard.train.decisions import zero_stage
 

@@ -1,21 +1,79 @@
-"""Memory of one micro batch in the forward and backward pass of a stage, from a trace of a few of its layers.
+"""Memory of one rank by what it is for, and what one micro batch needs in the forward and backward pass of a stage,
+from a trace of a few of its layers.
 
 Layers of one kind add the same, so that only the first ones of each kind are traced.
 """
 
 from dataclasses import dataclass
 from itertools import groupby
+from math import ceil
 
 from trainyard.config.schema import Config
-from trainyard.parallel.layout import StageSpec
-from trainyard.preflight.plan.memory.local_sizes import RankSizes
-from trainyard.preflight.plan.memory.rank_memory import RankMemory
+from trainyard.core.constants import DTYPE_BYTES
+from trainyard.parallel.layout import Layout, StageSpec
+from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.memory_trace import MemoryTrace, trace_memory
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, LOSS
-from trainyard.train.decisions import fp8_layer_range
+from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, TracedStage
+from trainyard.train.decisions import fp8_layer_range, fuses_wgrad, packs_batches
+from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE
 
 TRACED_LAYERS = 2
 """Layers of each kind that are traced. The second one has what any further one has."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank at some point of a step; sums of them are added field by field."""
+
+    weights: int = 0
+    """Weights in the compute dtype; under ZeRO-2 and 3 the gathered ones."""
+    gradients: int = 0
+    optimizer: int = 0
+    """Master weights, moments, and temporary memory of the update."""
+    activations: int = 0
+    logits: int = 0
+    """Memory of the loss, if the peak is there."""
+    buffers: int = 0
+    """Batches, receive buffers, buckets in flight, workspaces of libraries."""
+    fragmentation: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+    def __add__(self, other: "RankMemory") -> "RankMemory":
+        return RankMemory(**{name: size + getattr(other, name) for name, size in vars(self).items()})
+
+
+class RankSizes:
+    """Sizes and options of one rank and one micro batch that decide how much memory activations need."""
+
+    def __init__(self, config: Config, layout: Layout, device: DeviceKind) -> None:
+        self.config, self.layout, self.device = config, layout, device
+        self.sequence_parallel = config.layout.sequence_parallel and layout.tp > 1
+        self.fused_kernels = device.fused_kernels and config.device.kernels == "fused"
+        """Triton kernels are used."""
+        self.packed_batch = packs_batches(config, layout, self.fused_kernels)
+        """Padding is removed from samples."""
+        samples, seq_len = config.train.micro_batch, config.data.seq_len // layout.cp
+        self.tokens = samples * seq_len
+        if self.packed_batch and config.data.source == "synthetic":
+            # The data decide how much padding there is: synthetic samples are half to all full, less 3 special tokens.
+            room = seq_len - 3
+            mean = 3 + (room // 2 + room) / 2
+            self.tokens = ceil(samples * mean / PACKED_LENGTH_MULTIPLE) * PACKED_LENGTH_MULTIPLE
+        self.micro_batch = MicroBatchShape.from_config(config, layout, self.tokens if self.packed_batch else None)
+        tokens = self.tokens // (layout.tp if self.sequence_parallel else 1)
+        self.local_hidden_bytes = tokens * config.model.hidden * DTYPE_BYTES[config.precision.compute_dtype]
+        """Bytes of the activations between attention and MLP."""
+
+    def traced_stage(self, layers: int, fp8_layers: range, is_first: bool, is_last: bool) -> TracedStage:
+        """The stage with this number of layers."""
+        config, layout = self.config, self.layout
+        fused = self.fused_kernels, fuses_wgrad(config, layout, self.fused_kernels, config.compile.enabled)
+        ends = is_first, is_last
+        return TracedStage.from_config(config, layout, self.micro_batch, self.device, layers, fp8_layers, fused, ends)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Predicted time of a step: the least work that the hardware must do, divided by the efficiency that runs reach.
 
-For every pipeline rank the work of a micro batch is counted in a trace: FLOPs of matrix products and of attention,
+For every pipeline rank the work of a micro batch is counted in a trace: FLOPs of GEMMs and of attention,
 bytes that other passes move through memory, bytes that messages move over links and over the network. Each count
 divided by its peak rate is an ideal time. Each ideal time divided by an efficiency, a number below 1 that
 bench/calibrate.py fits to measured runs, is the predicted time. Overlap is subtracted; the pipeline bubble and the
@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log2, prod
+from typing import NamedTuple
 
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
@@ -22,7 +23,6 @@ from trainyard.preflight.plan.hardware.spec import Hardware
 from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
 from trainyard.preflight.plan.rank_parameters import local_params_by_stage
 from trainyard.preflight.plan.time.comm_volume import GROUP_AXES, Message, step_messages
-from trainyard.preflight.plan.time.efficiency import Efficiency, IdealTime
 from trainyard.preflight.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
 from trainyard.train.decisions import fp8_layer_range, packs_batches
 
@@ -34,6 +34,51 @@ NON_PADDING_SHARE = 0.75
 """Share of tokens that are not padding, where padding is removed (the share of synthetic samples)."""
 SCHEDULE_BUBBLE = {"1f1b": 1.0, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 """Bubble of a pipeline schedule, relative to 1F1B."""
+
+
+class Efficiency(NamedTuple):
+    """Fraction of each peak rate that runs reach, 0 to 1."""
+
+    matmul: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    link: float = 1.0
+    network: float = 1.0
+
+
+_TRN1 = Efficiency(0.74, 0.74, 0.26, 0.44, 0.26)
+_HOPPER = Efficiency(0.66, 0.61, 0.63, 0.7, 0.7)
+FITTED_EFFICIENCY = {
+    "trn1": _TRN1,
+    "trn2": _TRN1,
+    "trn3": _TRN1,
+    "gpu": _HOPPER,
+    "cpu": Efficiency(0.8, 0.4, 0.5, 1.0, 1.0),
+}
+"""By Trainium generation or device kind. trn1 and gpu are the rounded fits of bench/calibrate.py. No training speed is
+published for trn2 and trn3, which use the values of trn1. Link and network of GPUs are guesses; so are all values of a
+CPU, whose peak rates are measured."""
+
+
+class IdealTime(NamedTuple):
+    """Seconds at peak rates for each resource; `fixed` seconds depend on no rate."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    link: float = 0.0
+    network: float = 0.0
+    fixed: float = 0.0
+
+    def at_efficiency(self, efficiency: Efficiency) -> float:
+        return sum(ideal / fraction for ideal, fraction in zip(self, (*efficiency, 1.0), strict=True))
+
+    def plus(self, other: "IdealTime", times: float = 1.0) -> "IdealTime":
+        return IdealTime(*(a + b * times for a, b in zip(self, other, strict=True)))
+
+
+def fitted_efficiency(hardware: Hardware) -> Efficiency:
+    return FITTED_EFFICIENCY[hardware.entry.generation or hardware.entry.kind]
 
 
 @dataclass(frozen=True)
@@ -190,7 +235,7 @@ def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware
 
 
 def layer_time(config: Config, layout: Layout, hardware: Hardware, part: int) -> IdealTime:
-    """One transformer block, from its trace: matrix products, attention, and all other passes over memory."""
+    """One transformer block, from its trace: matrix multiplications, attention, and all other passes over memory."""
     work, trainium = trace_work(config, layout)[part], hardware.entry.kind == "trainium"
     share = _token_share(config, layout, hardware)
     kind = "fp32" if config.precision.kind == "fp32" else "bf16"
@@ -204,10 +249,10 @@ def layer_time(config: Config, layout: Layout, hardware: Hardware, part: int) ->
         visible = causal_share if call.causal and not trainium else 1.0
         attention += times * share**2 * call.flops * visible * (backward_factor if backward else 1.0)
         moved += times * share**2 * score_passes * call.scores * call.dtype.itemsize * (2 / 3 if backward else 1 / 3)
-    products = work.product_flops / hardware.peak_flops(kind)
+    matmul = work.matmul_flops / hardware.peak_flops(kind)
     if work.fp8_flops:
-        products += work.fp8_flops / hardware.peak_flops("fp8")
-    return IdealTime(share * products, attention / hardware.peak_flops(kind), moved / hardware.memory_bandwidth)
+        matmul += work.fp8_flops / hardware.peak_flops("fp8")
+    return IdealTime(share * matmul, attention / hardware.peak_flops(kind), moved / hardware.memory_bandwidth)
 
 
 def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:

@@ -1,41 +1,176 @@
-"""Builds a stage of the real model on the meta device and runs one micro batch forward and backward."""
+"""A stage of the real model on the meta device, and one micro batch run through it forward and backward.
 
+Collectives return shapes and report what they would send; operators are those that a kind of device would run.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from math import prod
+from typing import Any, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from trainyard import compat, models
-from trainyard.config.schema import PrecisionSection, RecomputeSection
+from trainyard.config.schema import Config, PrecisionSection, RecomputeSection
 from trainyard.core.batch import Batch
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
-from trainyard.models import ModelConfig, ModelOutput, TransformerStage, family_of
+from trainyard.models import Family, ModelConfig, ModelOutput, TransformerStage, family_of
 from trainyard.models.build import FactoryClass
 from trainyard.models.factory import ModuleFactory
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.expert_parallel import ExpertAxis
-from trainyard.parallel.layout import StageSpec
+from trainyard.parallel.layout import Layout, StageSpec
+from trainyard.parallel.process_group import Group
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.ring_attention import CpMethod
 from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.preflight.plan.memory.device_kinds import DeviceKind
-from trainyard.preflight.plan.trace.device_mode import DeviceMode
 from trainyard.preflight.plan.trace.eager_checkpoint import eager_checkpoint
-from trainyard.preflight.plan.trace.micro_batch import MicroBatchShape
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS, PartRecorder
-from trainyard.preflight.plan.trace.traced_collectives import traced_group
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.losses import make_loss
+from trainyard.train.micro_batches.split import TOKEN_FIELDS
 from trainyard.train.optim.flat_state import DTYPES
 from trainyard.train.optim.gradient_sync import accumulate_into
 
+BYTES_PER_INTEGER = 4
 META = torch.device("meta")
 TRACED_CHUNKS = 2
 """Chunks of logits that are traced: the second one has what the first one leaves."""
+OnMessage = Callable[[str, int, str, Tensor], None]
+"""(group, group size, kind, the larger of input and output)."""
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """A micro batch on one rank."""
+
+    samples: int
+    seq_len: int
+    """Tokens of a sample, on one context-parallel rank."""
+    packed_tokens: int | None
+    """Tokens of all samples, if their padding is removed."""
+    predictions: int
+    """Masked positions of a sample, for families that have them."""
+    document_ids: bool
+
+    @classmethod
+    def from_config(cls, config: Config, layout: Layout, packed_tokens: int | None = None) -> Self:
+        document_ids = config.data.document_mask and not family_of(config.model).has_padding
+        samples, seq_len = config.train.micro_batch, config.data.seq_len // layout.cp
+        return cls(samples, seq_len, packed_tokens, config.data.max_predictions, document_ids)
+
+    def field_shapes(self, family: Family, packed: bool) -> dict[str, tuple[int, ...]]:
+        """Shapes of the fields that samples have, with or without their padding."""
+        tokens = self.packed_tokens if packed else None
+        per_token = (self.samples, self.seq_len) if tokens is None else (1, tokens)
+        shapes: dict[str, tuple[int, ...]] = {"sample_ids": (self.samples,)}
+        for name in family.batch_fields:
+            if name in TOKEN_FIELDS or (name == "labels" and not family.has_masked_positions):
+                shapes[name] = per_token
+            else:
+                is_prediction = name in ("labels", "masked_positions")
+                shapes[name] = (self.samples, self.predictions) if is_prediction else (self.samples,)
+        if self.document_ids:
+            shapes |= {"document_ids": per_token, "position_ids": per_token}
+        if tokens is not None:
+            shapes |= {"sample_ids": per_token, "position_ids": per_token, "cu_seqlens": (self.samples + 1,)}
+            shapes["masked_positions"] = (1, self.samples * self.predictions)
+            del shapes["attention_mask"]
+        return shapes
+
+    def full_bytes(self, family: Family) -> int:
+        """Bytes of the micro batch with its padding."""
+        return BYTES_PER_INTEGER * sum(map(prod, self.field_shapes(family, packed=False).values()))
+
+    def meta_batch(self, family: Family) -> Batch:
+        """The micro batch that a model receives, without memory."""
+        shapes = self.field_shapes(family, packed=True) | {"rng_key": (2,)}
+        tensors = {name: torch.empty(size, dtype=torch.int32, device="meta") for name, size in shapes.items()}
+        return cast(Batch, tensors)
+
+
+class TracedCollectives:
+    """Allocates what the collectives of a device allocate. With `by_all_reduce`, gathers and scatters are emulated."""
+
+    def __init__(self, group: str, size: int, by_all_reduce: bool, on_message: OnMessage) -> None:
+        self.group, self.size, self.by_all_reduce, self.on_message = group, size, by_all_reduce, on_message
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        self.on_message(self.group, self.size, "all_reduce", x)
+        return x.contiguous().new_empty(x.shape)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self.on_message(self.group, self.size, "all_gather", out)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self.on_message(self.group, self.size, "reduce_scatter", x)
+        x = x.contiguous()
+        total = x.new_empty(x.shape) if self.by_all_reduce else None  # exists while the result is cut out of it
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        del total
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        self.on_message(self.group, self.size, "all_to_all", x)
+        return x.contiguous().new_empty(x.shape)
+
+
+def traced_group(name: str, size: int, by_all_reduce: bool, on_message: OnMessage) -> Group:
+    """The first of `size` ranks."""
+    collectives = TracedCollectives(name, size, by_all_reduce, on_message)
+    return Group(tuple(range(size)), 0, name, None, collectives)
+
+
+class DeviceMode(TorchFunctionMode):
+    """On the meta device torch would decompose attention, and not use what only GPUs have."""
+
+    def __init__(self, device: DeviceKind) -> None:
+        super().__init__()
+        self.gpu_operators = device.gpu_operators
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return fused_attention(self.gpu_operators, *args, **kwargs)
+        if self.gpu_operators and func is F.rms_norm:
+            return _RmsNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
+        # Attention and wgrad accumulation choose their operator by this: a meta tensor answers as one of a GPU would.
+        if self.gpu_operators and func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        return func(*args, **kwargs)
+
+
+def fused_attention(
+    gpu_operators: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """scaled_dot_product_attention as one operator that keeps no scores."""
+    causal = options.get("is_causal", False)
+    bias = None if mask is None or gpu_operators else torch.empty_like(mask, dtype=q.dtype)
+    return compat.fused_attention_kernel(gpu_operators, q.dtype)(q, k, v, causal, bias)[0]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMS norm as the single operator that it is on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 @dataclass(frozen=True)
@@ -59,6 +194,27 @@ class TracedStage:
     fused_wgrad: bool
     is_first: bool
     is_last: bool
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        layout: Layout,
+        micro_batch: MicroBatchShape,
+        device: DeviceKind,
+        layers: int,
+        fp8_layers: range,
+        fused: tuple[bool, bool],
+        ends: tuple[bool, bool] = (True, True),
+    ) -> Self:
+        """`fused` says whether kernels and weight gradients are; `ends`, whether the stage is the first and the last
+        one."""
+        model = config.model.model_copy(update={"layers": layers})
+        sequence_parallel = config.layout.sequence_parallel and layout.tp > 1
+        return cls(
+            model, micro_batch, layout.tp, layout.cp, layout.ep, config.layout.cp_method, sequence_parallel,
+            config.recompute, config.precision, fp8_layers, device, *fused, *ends,
+        )  # fmt: skip
 
 
 class StageRun:

@@ -1,33 +1,34 @@
-"""Work of each part of a model for one micro batch: products, attention, memory traffic and messages.
+"""Work of each part of a model for one micro batch: matrix multiplications, attention, memory traffic and messages.
 
 Memory traffic is that of fused kernels, the least that must be moved, whatever device runs the model.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainyard.config.schema import Config
 from trainyard.kernels.custom_op import PARTIAL_SUM_OPS
-from trainyard.models import family_of
+from trainyard.models.factory import ModuleFactory
+from trainyard.models.layers import CoreAttention
 from trainyard.parallel.layout import Layout
+from trainyard.parallel.ring_attention import CpMethod, attention_messages
 from trainyard.preflight.dryrun.meta_ops import tensors_in
 from trainyard.preflight.plan.memory.device_kinds import DeviceKind
-from trainyard.preflight.plan.trace.attention_work import AttentionCall, AttentionFactory
-from trainyard.preflight.plan.trace.micro_batch import MicroBatchShape
 from trainyard.preflight.plan.trace.part_recorder import PartRecorder
-from trainyard.preflight.plan.trace.stage_run import StageRun, TracedStage
+from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, StageRun, TracedStage
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
-"""Matrix products, and the index of their first operand. The second one follows it."""
-FP8_PRODUCT = "trainyard::fp8_matmul"
-GROUPED_PRODUCTS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
-"""Products of groups of rows, and the dim of the second operand that the first one does not have."""
+MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
+"""Matrix multiplications, and the index of their first operand. The second one follows it."""
+FP8_MATMUL = "trainyard::fp8_matmul"
+GROUPED_GEMMS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
+"""GEMMs of groups of rows, and the dim of the second operand that the first one does not have."""
 EXPERT_EXCHANGES = ("trainyard::exchange_counts", "trainyard::dispatch_rows", "trainyard::combine_rows")
 """Operators with an all-to-all in them. A trace has as many rows as experts that have equally many."""
 TRACED_DEVICE = DeviceKind(0, fused_kernels=True, gpu_operators=True)
@@ -37,12 +38,108 @@ MessageKey = tuple[str, int, str, str, int]
 """Group, its size, kind, dtype and bytes of a message."""
 
 
+class AttentionCall(NamedTuple):
+    """One attention of a micro batch on one rank."""
+
+    scores: int
+    """Elements of the matrix of scores, over all keys of all context-parallel ranks."""
+    head_size: int
+    causal: bool
+    nbytes: int
+    """Queries, keys, values and output."""
+    cp: int
+    cp_method: CpMethod
+    key_elements: int
+    """Elements of this rank's keys."""
+    document_elements: int
+    dtype: torch.dtype
+
+    def messages(self, backward: bool) -> Iterator[tuple[str, torch.dtype, int, int]]:
+        """(kind, dtype, bytes, times)."""
+        sizes = self.key_elements, self.document_elements
+        return attention_messages(self.cp_method, self.cp, *sizes, self.dtype, backward)
+
+    @property
+    def flops(self) -> int:
+        """Forward, if no score is masked."""
+        return 4 * self.scores * self.head_size
+
+
+OnAttention = Callable[[AttentionCall, bool], None]
+"""Called with each attention, and with True in the backward pass."""
+
+
+class AttentionFactory(ModuleFactory):
+    """Builds models whose attention reports its work."""
+
+    def __init__(self, on_attention: OnAttention, *args: Any) -> None:
+        super().__init__(*args)
+        self.on_attention = on_attention
+
+    def core_attention(
+        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
+    ) -> CoreAttention:
+        sizes = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
+        return CountedAttention(self.on_attention, *sizes)
+
+
+class CountedAttention(CoreAttention):
+    """Core attention as one operator whose work is counted, whatever computes it on a device."""
+
+    def __init__(self, on_attention: OnAttention, *args: Any) -> None:
+        super().__init__(*args)
+        self.on_attention = on_attention
+
+    def forward(
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents_BT: Any = None, seeds: Any = None
+    ) -> Tensor:
+        B, H, T, K = q_BHTK.shape
+        k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
+        call = self._call((B, H, T, K), k_BGTK.numel(), documents_BT, q_BHTK.dtype)
+        tensors = (q_BHTK, k_BGTK, v_BGTK)
+        out: Tensor = _Attention.apply(self.on_attention, call, (B, T, H, K), *tensors)  # type: ignore[no-untyped-call]
+        return out.transpose(1, 2)
+
+    def forward_qkv(self, projections: tuple[Tensor, ...], head_size: int, documents_BT: Any, seeds: Any) -> Tensor:
+        B, T = projections[0].shape[:2]
+        width = sum(projection.shape[-1] for projection in projections) // 3
+        call = self._call((B, width // head_size, T, head_size), B * T * width, documents_BT, projections[0].dtype)
+        return _Attention.apply(self.on_attention, call, (B, T, width), *projections)  # type: ignore[no-untyped-call]
+
+    def _call(
+        self, shape_BHTK: tuple[int, int, int, int], keys: int, documents: Tensor | None, dtype: torch.dtype
+    ) -> AttentionCall:
+        B, H, T, K = shape_BHTK
+        document_elements = 0 if documents is None else documents.numel()
+        nbytes = (2 * B * H * T * K + 2 * keys) * dtype.itemsize
+        return AttentionCall(
+            B * H * T * T * self.cp.size, K, self.causal, nbytes, self.cp.size, self.cp.method, keys, document_elements,
+            dtype,
+        )  # fmt: skip
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, on_attention: OnAttention, call: AttentionCall, shape: Any, *tensors: Tensor) -> Tensor:
+        on_attention(call, False)
+        ctx.on_attention, ctx.call = on_attention, call
+        out = tensors[0].new_empty(shape)
+        ctx.save_for_backward(*tensors, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, _ = ctx.saved_tensors
+        ctx.on_attention(ctx.call, True)
+        return None, None, None, *(tensor.new_empty(tensor.shape) for tensor in tensors)
+
+
 @dataclass
 class PartWork:
     """Work of one part, forward and backward, with what is recomputed."""
 
-    product_flops: int = 0
-    """Floating-point operations of matrix products in the compute dtype."""
+    matmul_flops: int = 0
+    """Floating-point operations of matrix multiplications in the compute dtype."""
     fp8_flops: int = 0
     moved_bytes: int = 0
     """Bytes that all other operators read and write."""
@@ -54,30 +151,9 @@ class PartWork:
 def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
     """Work by part of a model with one layer, and with a second one in fp8 if any layer is."""
     fp8 = config.precision.kind == "fp8"
-    micro_batch = MicroBatchShape(
-        config.train.micro_batch,
-        config.data.seq_len // layout.cp,
-        None,
-        config.data.max_predictions,
-        config.data.document_mask and not family_of(config.model).has_padding,
-    )
-    stage = TracedStage(
-        config.model.model_copy(update={"layers": 1 + fp8}),
-        micro_batch,
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        config.layout.cp_method,
-        config.layout.sequence_parallel and layout.tp > 1,
-        config.recompute,
-        config.precision,
-        range(1, 1 + fp8),
-        TRACED_DEVICE,
-        fused_kernels=True,
-        fused_wgrad=False,
-        is_first=True,
-        is_last=True,
-    )
+    micro_batch = MicroBatchShape.from_config(config, layout)
+    fused = (True, False)
+    stage = TracedStage.from_config(config, layout, micro_batch, TRACED_DEVICE, 1 + fp8, range(1, 1 + fp8), fused)
     return _trace_stage_work(stage)
 
 
@@ -113,12 +189,12 @@ class _WorkRecorder(PartRecorder):  # type: ignore[no-untyped-call]
 
     def observe(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         work = self.work[self.part]
-        if function in PRODUCTS:
-            first = PRODUCTS[function]
-            work.product_flops += 2 * args[first].numel() * args[first + 1].shape[-1]
-        elif function.name() in GROUPED_PRODUCTS:
-            work.product_flops += 2 * args[0].numel() * args[1].shape[GROUPED_PRODUCTS[function.name()]]
-        elif function.name() == FP8_PRODUCT:
+        if function in MATMULS:
+            first = MATMULS[function]
+            work.matmul_flops += 2 * args[first].numel() * args[first + 1].shape[-1]
+        elif function.name() in GROUPED_GEMMS:
+            work.matmul_flops += 2 * args[0].numel() * args[1].shape[GROUPED_GEMMS[function.name()]]
+        elif function.name() == FP8_MATMUL:
             work.fp8_flops += 2 * args[0].numel() * args[2].shape[0]
         elif function.namespace != "_c10d_functional":
             if function.name() in EXPERT_EXCHANGES:

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from trainyard.core.constants import GIB
-from trainyard.devices.monitors import open_monitors
-from trainyard.devices.neuron.monitor import NeuronMonitor, open_neuron_monitor, parse_report
-from trainyard.devices.nvml import open_nvml_monitor
-from trainyard.devices.utilization import DeviceReading, HostMonitor
+from trainyard.devices.monitors import (
+    DeviceReading,
+    HostMonitor,
+    NeuronMonitor,
+    open_monitors,
+    open_neuron_monitor,
+    open_nvml_monitor,
+    parse_report,
+)
 
 
 def monitor_report(utilization: float, tensors: int) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Where a job's ranks run: the allocation of a Slurm job, or this machine. The supervisor is the same for both."""
+"""The job that the supervisor runs in: one of Slurm, or a process on this machine."""
 
 import os
 import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from trainyard.cluster import slurm
 from trainyard.core.errors import UserError
@@ -14,36 +13,40 @@ NOT_SEEN = 7
 """Exit code of a task that does not see a file; srun itself uses others."""
 
 
-class Scheduler(Protocol):
-    """The job that the supervisor runs in."""
+class Job:
+    """The job that the supervisor runs in: a process on this machine, without Slurm."""
 
-    job_id: str
-    nodes: str
-    """Host list, for messages."""
-
-    node_count: int
+    def __init__(self) -> None:
+        self.job_id, self.node_count = str(os.getpid()), 1
+        self.nodes = "this machine"
+        """Host list, for messages."""
 
     def start(self, command: Sequence[str], nodes: int) -> subprocess.Popen[bytes]:
         """Start a command once on each of this many nodes."""
+        return subprocess.Popen(command, start_new_session=True)
 
     def sees_on_all_nodes(self, file: Path) -> bool:
         """False if a node does not see a file; True also if that is not known."""
+        return True
 
     def end_steps(self) -> None:
         """End what runs on the nodes, such as what a killed supervisor of this job has left. Raises UserError if it
-        does not end."""
+        does not end. Here ranks end with their launcher, and the run directory is locked until then."""
 
     def failed_nodes(self, nodes: str) -> dict[str, str]:
         """Nodes of a host list that cannot run another attempt, with their state."""
+        return {}
 
     def is_cancelled(self) -> bool:
         """True if a user ended the job. Asked after a SIGTERM that no notice of a time limit preceded."""
+        return False
 
     def requeue(self) -> bool:
         """Run the job again from its start, on other nodes if some failed. False if that is not possible."""
+        return False
 
 
-class SlurmJob:
+class SlurmJob(Job):
     """A Slurm job, seen from its batch script."""
 
     def __init__(self, step_options: Sequence[str] = ()) -> None:
@@ -85,28 +88,3 @@ class SlurmJob:
     def requeue(self) -> bool:
         slurm.requeue(self.job_id)
         return True
-
-
-class LocalJob:
-    """A process on this machine, without Slurm."""
-
-    def __init__(self) -> None:
-        self.job_id, self.nodes, self.node_count = str(os.getpid()), "this machine", 1
-
-    def start(self, command: Sequence[str], nodes: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, start_new_session=True)
-
-    def sees_on_all_nodes(self, file: Path) -> bool:
-        return True
-
-    def end_steps(self) -> None:
-        """Ranks end with their launcher, and the run directory is locked until then."""
-
-    def failed_nodes(self, nodes: str) -> dict[str, str]:
-        return {}
-
-    def is_cancelled(self) -> bool:
-        return False
-
-    def requeue(self) -> bool:
-        return False

@@ -29,7 +29,7 @@ FP32_TOLERANCES, BF16_TOLERANCES = (1e-6, 1e-5, 1e-2), (5e-3, 0.1, 2e-2)
 """Relative tolerance of the loss, and of a tensor relative to its largest element; and the floor: a tensor smaller than
 this fraction of the largest element of all tensors is compared relative to that floor. Sums that cancel (the bias of
 the next-sentence head if a batch has as many true pairs as false ones) contain rounding of their terms only. In bf16
-every matrix product rounds differently."""
+every GEMM rounds differently."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""Problems of a run that are known before it starts, each in one line with the nearest fix."""
+"""Problems of a run that are known before it starts, each in one line with the nearest fix: those that `trainyard plan`
+finds, and the memory check of `trainyard train` before any weight is allocated."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainyard.checkpoint.formats.hf import check_hf_export
@@ -9,13 +10,20 @@ from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 from trainyard.data.loading.build import build_datasets
+from trainyard.devices.base import Device
 from trainyard.models import family_of
+from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import PlanProblem, group_problems
-from trainyard.preflight.plan.report import ConfigChange, Plan
+from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
+from trainyard.preflight.plan.memory.pass_memory import RankSizes
+from trainyard.preflight.plan.report import MEMORY_FILL_LIMIT, ConfigChange, Plan, max_rank_memory, single_key_variants
 from trainyard.remote.storage import open_storage
 
 COUNTABLE_SOURCES = ("tokens", "arrow", "hdf5")
 """Data sources whose samples can be counted without reading them all."""
+REFUSE_FACTOR = 1.3
+"""A run that needs this many times the available memory is refused. Estimates are within 5 %: see
+docs/lab/memory-evidence.md."""
 
 
 def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
@@ -103,3 +111,38 @@ def _data_problems(config: Config) -> Iterator[PlanProblem]:
         epochs = f"{counted(needed, 'sample', ',')} needed, data.paths has {samples:,}: {needed / samples:.1f} epochs"
         steps = max(samples // config.train.global_batch, 1)
         yield PlanProblem(f"data: {epochs}; one epoch is train.steps={steps}", False)
+
+
+def check_fits(
+    config: Config, layout: Layout, device: Device, warn: Callable[[str], None], local_size: int = 1
+) -> None:
+    """Refuse a run that cannot fit and warn about one that may not. Runs with a custom loss, whose memory is unknown,
+    are not checked."""
+    available = device.memory_per_rank(local_size)
+    if available is None or config.train.loss:
+        return
+    device_kind = device.memory_model
+    needed = max_rank_memory(config, layout, device_kind)
+    if needed <= MEMORY_FILL_LIMIT * available:
+        return
+    message = f"memory: a rank needs about {needed / GIB:.1f} GiB and has {available / GIB:.1f}"
+    fix = smallest_fix(config, layout, device_kind, available)
+    # Packed batches: the data decide how much is padding, which needs no memory.
+    packed = RankSizes(config, layout, DEVICE_KINDS[device_kind]).packed_batch
+    depends_on_data = packed and config.data.source != "synthetic"
+    if needed > REFUSE_FACTOR * available and not depends_on_data:
+        raise UserError(f"{message}; {fix}")
+    warn(f"note: {message}, so the run may fail; {fix}")
+
+
+def smallest_fix(config: Config, layout: Layout, device_kind: str, available: int) -> str:
+    """The single change that fits and saves the least memory, as advice for the user."""
+    sizes = [
+        (max_rank_memory(variant, variant_layout, device_kind), overrides)
+        for overrides, variant, variant_layout in single_key_variants(config, layout.world_size)
+    ]
+    fitting = [entry for entry in sizes if entry[0] <= MEMORY_FILL_LIMIT * available]
+    if not fitting:
+        return "no single change makes it fit; run trainyard plan FILE --search"
+    size, overrides = max(fitting)
+    return f"nearest: {overrides} ({size / GIB:.1f} GiB)"
