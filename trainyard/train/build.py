@@ -19,7 +19,6 @@ from trainyard.core.world import World
 from trainyard.data.loading.build import build_datasets, build_validation_sets
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import Kernels
 from trainyard.metrics.throughput import ThroughputMeter
 from trainyard.models.flops import flops_per_sample
 from trainyard.models.init import initial_values
@@ -28,6 +27,7 @@ from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.expert_parallel import ExpertAxis
 from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.rank_context import RankContext
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.train.checkpointing.initial_weights import open_initial_weights
@@ -50,19 +50,20 @@ def build_device(config: Config, world: World, device: devices.Device | None = N
     return device
 
 
+def build_rank_context(config: Config, device: devices.Device, mesh: Mesh) -> RankContext:
+    blueprint = models.family_of(config.model).blueprint(config.model)
+    return RankContext(device, mesh, blueprint, device.kernels(fused=config.device.kernels == "fused"))
+
+
 def build_loss(
-    config: Config,
-    user_loss: LossFunction | None,
-    kernels: Kernels,
-    compile_fn: CompileFn | None,
-    device: devices.Device,
+    config: Config, user_loss: LossFunction | None, context: RankContext, compile_fn: CompileFn | None
 ) -> Loss:
     """The user's loss (an argument, or config.train.loss), or the loss of the model family."""
     if function := user_function(user_loss, config.train.loss, "train.loss"):
         return UserLoss(function)
     fp8 = fp8_layers(config)
     head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
-    head_loss = make_head_loss(kernels, compile_fn, head_recipe, device.max_logits_bytes)
+    head_loss = make_head_loss(context.kernels, compile_fn, head_recipe, context.device.max_logits_bytes)
     return make_loss(models.family_of(config.model), head_loss)
 
 
@@ -109,8 +110,9 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
     return BatchLoader(train, batch, seed, shuffle), loaders
 
 
-def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Kernels) -> list[models.TransformerStage]:
+def build_stages(config: Config, context: RankContext) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
+    device, mesh = context.device, context.mesh
     method, decomposed, layout = config.layout.cp_method, device.decomposes_attention, mesh.layout
     if not (config.model.has_static_shapes or device.has_grouped_products):
         raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
@@ -123,7 +125,7 @@ def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Ke
     )
     fp8 = fp8_layers(config)
     stages = [
-        models.build_model(config.model, device.torch_device, axes, stage, kernels, fp8)
+        models.build_model(config.model, device.torch_device, axes, stage, context.kernels, fp8)
         for stage in layout.stages_on(mesh.coords["pp"])
     ]
     for model in stages:
@@ -133,15 +135,11 @@ def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Ke
 
 
 def initial_parameters(
-    config: Config,
-    blueprint: models.Blueprint,
-    mesh: Mesh,
-    device: devices.Device,
-    resuming: bool,
-    weights: models.ParameterValues | None,
+    config: Config, context: RankContext, resuming: bool, weights: models.ParameterValues | None
 ) -> models.ParameterValues:
     """Where this rank's parameters get their values: zeros if a checkpoint is loaded later, the given full weights, a
     checkpoint of any format, or random initialization."""
+    blueprint, mesh = context.blueprint, context.mesh
     shard, section = mesh.model_shard, config.checkpoint
     init_from = section.resume if section.weights_only else section.init_from
     if resuming:
@@ -150,22 +148,22 @@ def initial_parameters(
         return shard_values(blueprint, weights, shard)
     if init_from:
         logger.info("reading weights from %s", init_from)
-        opened = open_initial_weights(init_from, config, mesh, device)
+        opened = open_initial_weights(init_from, config.model, mesh, context.device)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
         return local_values(opened.weights, shard)
-    return initial_values(blueprint, config.train.seed, device.init_device, shard)
+    return initial_values(blueprint, config.train.seed, context.device.init_device, shard)
 
 
 def wrap_blocks(
     config: Config,
     stages: list[models.TransformerStage],
-    device: devices.Device,
-    mesh: Mesh,
+    context: RankContext,
     compile_fn: CompileFn | None,
     padding_free: bool,
 ) -> None:
     """Apply recompute and compilation to the blocks of every stage."""
+    device, mesh = context.device, context.mesh
     options = device.compile_options() if compile_fn else None
     for model in stages:
         apply_recompute(list(model.layers.children()), config.recompute)
@@ -174,8 +172,6 @@ def wrap_blocks(
             compile_model(model, options, config.compile.mode, padding_free, compile_embedding)
 
 
-def build_throughput_meter(
-    config: Config, blueprint: models.Blueprint, device: devices.Device, dtype: torch.dtype, ranks: int
-) -> ThroughputMeter:
-    flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
-    return ThroughputMeter(config, flops, device.peak_throughput(dtype), ranks)
+def build_throughput_meter(config: Config, context: RankContext, dtype: torch.dtype) -> ThroughputMeter:
+    flops = flops_per_sample(config.model, context.blueprint, config.data.seq_len, config.data.max_predictions)
+    return ThroughputMeter(config, flops, context.device.peak_throughput(dtype), context.mesh.layout.world_size)

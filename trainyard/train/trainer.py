@@ -103,8 +103,9 @@ class Trainer:
             check_compatible(resumed, config, mesh, device)
         self.text_prompts = TextPrompts(config, mesh, device, resumed) if config.samples.every else None
         compile_fn = make_compile_fn(config.compile, device, world.local_rank)
-        kernels = device.kernels(fused=config.device.kernels == "fused")
-        self.loss_fn = build.build_loss(config, loss, kernels, compile_fn, device)
+        context = build.build_rank_context(config, device, mesh)
+        self.blueprint, kernels = context.blueprint, context.kernels
+        self.loss_fn = build.build_loss(config, loss, context, compile_fn)
         self.metrics = build.build_metrics(config, metrics, self.loss_fn)
         self.evaluation_fn = user_function(evaluate, config.evaluate.function, "evaluate.function")
         needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
@@ -114,11 +115,10 @@ class Trainer:
         """`validation_loaders` by name; "" are the samples held out from the training data."""
         for data in (config.data, *(validation_sections(config).values() if needs_validation else ())):
             check_same_versions(data, mesh)
-        self.blueprint = models.family_of(config.model).blueprint(config.model)
         logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
-        self.models = build.build_stages(config, mesh, device, kernels)
+        self.models = build.build_stages(config, context)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
-        values = build.initial_parameters(config, self.blueprint, mesh, device, resumed is not None, weights)
+        values = build.initial_parameters(config, context, resumed is not None, weights)
         self.stragglers = StragglerMonitor.create(mesh, device, config.layout.zero)
         stopwatch = self.stragglers.stopwatch if self.stragglers else None
         self.spans = SpanRecorder()
@@ -127,7 +127,7 @@ class Trainer:
             self.models, self.blueprint, values, config, device, mesh, kernels, compile_fn, waiting
         )
         padding_free = packs_batches(config, layout, kernels.has_varlen_attention)
-        build.wrap_blocks(config, self.models, device, mesh, compile_fn, padding_free)
+        build.wrap_blocks(config, self.models, context, compile_fn, padding_free)
         self.compile_counter = CompileCounter(mesh) if compile_fn else None
         self.runner = MicroBatchRunner(self.models, config, device, mesh, padding_free, self.spans)
         self.train_step = TrainStep(
@@ -135,9 +135,7 @@ class Trainer:
         )
         self.batch_slice = rank_samples(config.train.global_batch, layout.dp, mesh.coords["dp"])
         """This rank's samples of each global batch."""
-        self.throughput = build.build_throughput_meter(
-            config, self.blueprint, device, self.optimizer.state.compute_dtype, layout.world_size
-        )
+        self.throughput = build.build_throughput_meter(config, context, self.optimizer.state.compute_dtype)
         self.completed_steps = 0
         self.saver: Saver | None = None
         self.memory_copies: MemoryCopies | None = None
