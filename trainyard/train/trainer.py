@@ -15,7 +15,7 @@ import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.formats.hf import save_hf
-from trainyard.checkpoint.io.storage import LocalStorage, open_storage
+from trainyard.checkpoint.io.storage import open_storage
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
@@ -32,6 +32,7 @@ from trainyard.train.callbacks import Callback, build_callbacks
 from trainyard.train.checkpointing.config_check import check_compatible
 from trainyard.train.checkpointing.data_check import check_same_versions
 from trainyard.train.checkpointing.deadline_save import DeadlineSaver
+from trainyard.train.checkpointing.directory_owner import lock_directories
 from trainyard.train.checkpointing.memory_copies import MemoryCopies
 from trainyard.train.checkpointing.rank_agreement import RankAgreement
 from trainyard.train.checkpointing.resume import find_resume_point, load_state
@@ -164,11 +165,10 @@ class Trainer:
 
     def run(self) -> RunSummary:
         """Train until config.train.steps or a signal, and write the run directory."""
-        log = self.config.log
         if self.config.checkpoint.export_hf:  # before anything is written
             build.check_export(self.config)
-        create = partial(RunDirectory.create, Path(log.directory).expanduser(), log.name, self.lost_run)
-        run_directory = self.run_directory or self.mesh.broadcast_object(create, self.device)
+        lock = partial(lock_directories, self.config, self.run_directory, self.lost_run)
+        run_directory = self.mesh.broadcast_object(lock, self.device)
         self.directory = run_directory.path
         with run_directory:
             try:
@@ -187,8 +187,6 @@ class Trainer:
             self.run_log = RunLog(run_directory, config, self.completed_steps, self.loader, on_event)
         if config.checkpoint.saving_enabled:
             storage = open_storage(config.checkpoint.directory or directory / "checkpoints")
-            if config.checkpoint.directory and isinstance(storage, LocalStorage):
-                self.mesh.broadcast_object(partial(run_directory.lock_checkpoints, storage.path), self.device)
             state = (self.blueprint, self.optimizer, self.device, self.mesh)
             self.saver = Saver(config, storage, *state, run_directory, self._on_saved, model_files)
             self.saver.preflight()

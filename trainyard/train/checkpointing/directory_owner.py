@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from trainyard.checkpoint.io.storage import Storage
+from trainyard.checkpoint.io.storage import LocalStorage, Storage, open_storage
 from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
@@ -39,6 +39,24 @@ def owner_record(run: RunDirectory, config: Config) -> Owner:
         "run_directory": str(run.path.resolve()),
         "config": config.model_dump(mode="json"),
     }
+
+
+def lock_directories(config: Config, continued: RunDirectory | None, lost_run: str | None = None) -> RunDirectory:
+    """The directory of a run, new unless the run continues in one, with the lock of a local checkpoint.directory. A run
+    that is refused leaves no directory behind. `lost_run`: of a run whose own directory is lost."""
+    section, name = config.checkpoint, config.log.name
+    storage = open_storage(section.directory) if section.directory and section.saving_enabled else None
+    run = continued or RunDirectory.create(Path(config.log.directory).expanduser(), name, lost_run)
+    if isinstance(storage, LocalStorage):
+        try:
+            run.lock_checkpoints(storage.path)
+        except UserError:
+            if continued:
+                run.close()
+            else:
+                run.discard()
+            raise
+    return run
 
 
 def find_owner(storage: Storage) -> Owner | None:
