@@ -5,18 +5,18 @@ recompute, compile. The last two replace only `forward`, so hooks around a block
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.formats.tensor_map import local_values
-from trainyard.checkpoint.registry import check_hf_export
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
-from trainyard.data.loading.build import build_datasets, build_validation_sets
+from trainyard.data.loading.build import build_datasets, build_validation_sets, validation_sections
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.metrics.throughput import ThroughputMeter
@@ -30,15 +30,27 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
+from trainyard.train.checkpointing.data_check import check_same_versions
 from trainyard.train.checkpointing.initial_weights import open_initial_weights
 from trainyard.train.compile.compile_blocks import CompileFn, compile_model
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric
 from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
-from trainyard.train.user_functions import user_function
+from trainyard.train.optim.lr_schedule import check_schedule
+from trainyard.train.optim.rules.user_rule import load_update_rule
+from trainyard.train.timing.profiler import check_profile_ranks
+from trainyard.train.user_functions import check_named_numbers, user_function
 
 logger = logging.getLogger(__name__)
+
+
+def check_config(config: Config, world: World) -> None:
+    """Raise UserError for a mistake that shows before anything is built: in the user's schedule and update rule, and in
+    profile.ranks."""
+    check_schedule(config)
+    load_update_rule(config.optimizer)
+    check_profile_ranks(config.profile, world.size)
 
 
 def build_device(config: Config, world: World, device: devices.Device | None = None) -> devices.Device:
@@ -67,14 +79,6 @@ def build_loss(
     return make_loss(models.family_of(config.model), head_loss)
 
 
-def check_export(config: Config) -> None:
-    """Raise UserError if the run cannot export its weights, as checkpoint.export_hf asks."""
-    try:
-        check_hf_export(config.model)
-    except UserError as error:
-        raise UserError(f"checkpoint.export_hf=true: {error}; nearest: false") from None
-
-
 def fp8_layers(config: Config) -> models.Fp8Layers | None:
     """The layers that multiply in fp8; None unless precision.kind is fp8."""
     precision = config.precision
@@ -94,6 +98,16 @@ def build_metrics(config: Config, metrics: Mapping[str, Metric] | None, loss: Lo
     return {**imported, **(metrics or {})}
 
 
+def build_evaluation(
+    config: Config, evaluate: Callable[[Any], Mapping[str, float]] | None
+) -> Callable[[Any], dict[str, float]] | None:
+    """The user's evaluation function (an argument, or config.evaluate.function), with a check of its results."""
+    function = user_function(evaluate, config.evaluate.function, "evaluate.function")
+    if function and config.evaluate.sets:
+        raise UserError("evaluate.sets: the evaluation function replaces their evaluation; use only one of them")
+    return (lambda trainer: check_named_numbers(function(trainer))) if function else None
+
+
 def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, dict[str, BatchLoader]]:
     """Loaders of training samples and, by name, of validation samples. Those held out from the training data have the
     name "", and need no evaluation to be loaded."""
@@ -108,6 +122,13 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
     batch, seed = config.train.global_batch, config.train.seed
     loaders = {name: BatchLoader(dataset, batch, seed, shuffle=False) for name, dataset in validation.items()}
     return BatchLoader(train, batch, seed, shuffle), loaders
+
+
+def check_data_versions(config: Config, with_validation_sets: bool, mesh: Mesh) -> None:
+    """Raise UserError if an object behind a URL changed while the ranks, one after the other, looked at it."""
+    sections = validation_sections(config).values() if with_validation_sets else ()
+    for data in (config.data, *sections):
+        check_same_versions(data, mesh)
 
 
 def build_stages(config: Config, context: RankContext) -> list[models.TransformerStage]:
