@@ -1,6 +1,5 @@
-"""A resumed run notices data files that changed since its checkpoint, and a sample order that means another now."""
+"""A resumed run notices data files that changed since its checkpoint."""
 
-import json
 import zlib
 from copy import deepcopy
 from pathlib import Path
@@ -45,16 +44,6 @@ def resume(config: dict[str, Any], *overrides: str) -> list[str]:
     return lines
 
 
-def make_old(config: dict[str, Any]) -> None:
-    """Make the commit file one of the version that called the order of 2023 `megatron`."""
-    path = Path(config["checkpoint"]["directory"]) / "step_00000001" / "complete.json"
-    manifest = json.loads(path.read_text().splitlines()[0])
-    manifest["config"]["data"]["order"] = "megatron"
-    del manifest["data_files"]
-    text = json.dumps(manifest)
-    path.write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
-
-
 def test_changed_contents_are_refused_until_accepted(tmp_path: Path) -> None:
     """Guards against a resumed run that continues with other samples than it began with."""
     config = token_run(tmp_path)
@@ -85,22 +74,6 @@ def test_other_paths_are_a_choice_and_only_noted(tmp_path: Path) -> None:
     config = token_run(tmp_path)
     lines = resume(config, f"data.paths=[{tmp_path / 'b'}]")
     assert [line for line in lines if line.startswith("note: data.paths was")]
-
-
-@pytest.mark.parametrize(("weights", "nearest"), [((), "megatron-2023"), ((3.0, 1.0), "start a new run")])
-def test_old_checkpoint_does_not_change_its_order(tmp_path: Path, weights: tuple, nearest: str) -> None:
-    """`megatron` was the order of 2023 with other blends; a run begun then must not go on with other samples."""
-    paths = [str(tmp_path / name) for name in ("ab" if weights else "a")]
-    config = token_run(tmp_path, order="megatron-2023", paths=paths, weights=weights)
-    make_old(config)
-    with pytest.raises(UserError, match=r"data\.order=megatron: .*nearest: megatron-2023, or checkpoint\.accept"):
-        resume(config, "data.order=megatron")
-    if weights:
-        with pytest.raises(UserError, match=rf"data\.weights: .*nearest: {nearest}"):
-            resume(config)
-        resume(config, "checkpoint.accept_changed_data=true")
-    else:
-        resume(config)
 
 
 def test_steps_are_part_of_megatrons_order(tmp_path: Path) -> None:

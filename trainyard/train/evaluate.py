@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.models import Batch, ModelOutput
@@ -138,8 +137,8 @@ def sum_over_ranks(totals: Tensor, runner: MicroBatchRunner) -> Tensor:
 class Evaluation(Part):
     """Evaluates every evaluate.every steps and after the last one. All ranks take part."""
 
-    def __init__(self, config: Config, spans: SpanRecorder) -> None:
-        self.every, self.last_step, self.spans = config.evaluate.every, config.train.steps, spans
+    def __init__(self, every: int, last_step: int, spans: SpanRecorder) -> None:
+        self.every, self.last_step, self.spans = every, last_step, spans
 
     def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         step = record["step"]

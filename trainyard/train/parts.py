@@ -147,7 +147,8 @@ def _compile_counts(trainer: BuiltTrainer) -> Sequence[Part]:
 
 
 def _evaluation(trainer: BuiltTrainer) -> Sequence[Part]:
-    return (Evaluation(trainer.config, trainer.spans),) if trainer.config.evaluate.every else ()
+    every, last_step = trainer.config.evaluate.every, trainer.config.train.steps
+    return (Evaluation(every, last_step, trainer.spans),) if every else ()
 
 
 def _text_samples(trainer: BuiltTrainer) -> Sequence[Part]:

@@ -82,7 +82,7 @@ class Trainer(TrainSetup):
             error = problem
             raise
         finally:
-            self.optimizer.wait_for_weights()
+            self.optimizer.wait_for_weights()  # under ZeRO-1 they may still be in flight, also after an error
             for part in reversed(self.parts):
                 part.end_run(self, error)
             self.notify("on_end")
@@ -109,6 +109,7 @@ class Trainer(TrainSetup):
             status = StepStatus()
             for part in parts:
                 status = part.add_status(step, status)
+            # All ranks stop after the step whose all-reduce carries the request, even if only one got the signal.
             status = status._replace(stop_requested=float(self.stop_signal.requested))
             result = self.train_step(batch, step, learning_rate(self.config, step), status)
             self.device.flush()
@@ -120,12 +121,12 @@ class Trainer(TrainSetup):
             if self.device.synchronous or log_due:
                 self._handle_status(result, log_due)
                 unread = None
-            for part in reversed(parts):
+            for part in reversed(parts):  # as contexts nest: the spans of a step end before its profile is written
                 part.end_step(step)
             if log_due:
                 self._log(result)
                 self.throughput.start(step)  # logging, evaluation and text samples are no part of the next step
-            for part in reversed(parts):
+            for part in reversed(parts):  # the deadline saver lets go of the step before the savers start
                 part.complete_step(step)
         batches.close()
         if not log_due:  # a signal ended the run: log the last step too
@@ -179,6 +180,7 @@ class Trainer(TrainSetup):
     def poll_stop(self) -> bool:
         """Between evaluation batches and tokens of text samples: True if any rank was asked to stop."""
         self.notify("on_evaluation_batch")
+        # A collective: a rank that left an evaluation alone would leave the others waiting in the next batch.
         requested = torch.tensor(float(self.stop_signal.requested), device=self.device.torch_device)
         self.stop_requested = self.stop_requested or bool(self.mesh.world.all_reduce_max(requested))
         return self.stop_requested

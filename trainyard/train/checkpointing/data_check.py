@@ -15,7 +15,7 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.remote.local_copies import local_tokenizer
 
 FINGERPRINTS_KEY = "data_files"
-"""Key of the manifest. Checkpoints of earlier versions do not have it."""
+"""Key of the manifest. Converted checkpoints do not have it."""
 ACCEPT = "checkpoint.accept_changed_data=true"
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,7 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
     if manifest.get("converted"):
         return
     problem = None
-    if FINGERPRINTS_KEY not in manifest:
-        problem = _changed_order(before.order, now.order, bool(now.weights))
-    elif (before.source, before.paths) == (now.source, now.paths):  # other paths are a note of check_compatible
+    if (before.source, before.paths) == (now.source, now.paths):  # other paths are a note of check_compatible
         files = mesh.broadcast_object(lambda: fingerprint_data(now, refresh=True), device)
         problem = _changed_file(manifest[FINGERPRINTS_KEY], files)
     elif before.source == now.source and (has_urls(before.paths) or has_urls(now.paths)):
@@ -61,17 +59,6 @@ def check_same_versions(data: DataSection, mesh: Mesh) -> None:
     for of_rank in of_ranks:
         if different := [name for name in of_ranks[0] if of_ranks[0][name] != of_rank.get(name)]:
             raise UserError(f"{different[0]}: changed while the run began; start it again")
-
-
-def _changed_order(before: str, now: str, blended: bool) -> str | None:
-    """Earlier versions called Megatron's order of 2023 `megatron` and had other blends."""
-    if before != "megatron":
-        return None
-    if now == "megatron":
-        return f"data.order={now}: the checkpoint was written when this was the order of 2023; nearest: megatron-2023"
-    if now == "megatron-2023" and blended:
-        return "data.weights: the checkpoint was written with blends other than Megatron's; nearest: start a new run"
-    return None
 
 
 def _compare_moved_files(before: Fingerprints, data: DataSection) -> str:
