@@ -17,7 +17,7 @@ from trainyard.core.errors import UserError
 from trainyard.metrics.span_trace import write_trace
 from trainyard.metrics.span_waits import mean_parts, summarize_waits
 from trainyard.metrics.span_window import DEFAULT_STEPS, read_window, recent_windows
-from trainyard.train.timing.clock_offset import clock_offset
+from trainyard.train.timing.run_spans import clock_offset
 
 MS = 10**6
 STEP_MS = 100

@@ -99,7 +99,7 @@ def _run_log(trainer: BuiltTrainer) -> Sequence[Part]:
     context = trainer.context
     if context.mesh.layout_rank:
         return ()
-    process = {"ranks": trainer.world.size, "device": context.device.describe(), "resumed": bool(trainer.resumed)}
+    process = {"ranks": trainer.world.size, "device": context.device.describe(), "resumed": trainer.resumed is not None}
     publish_event = partial(trainer.notify, "on_event")
     return (
         RunLog(trainer.run_directory, trainer.config, trainer.completed_steps, trainer.loader, publish_event, process),
@@ -134,8 +134,8 @@ def _profiler(trainer: BuiltTrainer) -> Sequence[Part]:
 
 
 def _spans(trainer: BuiltTrainer) -> Sequence[Part]:
-    path, context = trainer.run_directory.path, trainer.context
-    return (RunSpans(trainer.spans, trainer.config, path, context.mesh, context.device, trainer.completed_steps),)
+    path = trainer.run_directory.path
+    return (RunSpans(trainer.spans, trainer.config, path, trainer.context, trainer.completed_steps),)
 
 
 def _stragglers(trainer: BuiltTrainer) -> Sequence[Part]:

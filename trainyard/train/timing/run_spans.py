@@ -1,19 +1,24 @@
-"""Records the spans of a rank in its span file while the run trains."""
+"""Records the spans of a rank in its span file while the run trains, with the offset of its clock, so that traces of
+several hosts line up."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainyard import compat
 from trainyard.config.schema import Config
 from trainyard.core.world import host_name
-from trainyard.devices import Device
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.metrics.spans import DEVICE_NAMES, NAMES, SpanHeader, span_path
 from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.rank_context import RankContext
 from trainyard.train.callbacks import Part
 from trainyard.train.step import StepResult
-from trainyard.train.timing.clock_offset import measure_clock_offset
+
+ROUNDS = 10
+Meeting = tuple[int, int]
+"""When a rank entered and left a collective, in ns of its own clock."""
 
 
 class RunSpans(Part):
@@ -24,11 +29,10 @@ class RunSpans(Part):
         recorder: SpanRecorder,
         config: Config,
         run_directory: Path,
-        mesh: Mesh,
-        device: Device,
+        context: RankContext,
         completed_steps: int,
     ) -> None:
-        self.recorder, self.mesh, self.device = recorder, mesh, device
+        self.recorder, self.mesh, self.device = recorder, context.mesh, context.device
         self.run_directory, self.zero, self.compiles = run_directory, config.layout.zero, config.compile.enabled
         self.enabled = config.log.spans and completed_steps < config.train.steps
         self.stop_compile_spans: Callable[[], None] = lambda: None
@@ -68,3 +72,35 @@ class RunSpans(Part):
     def close(self) -> None:
         self.stop_compile_spans()
         self.recorder.close()
+
+
+class ClockOffset(NamedTuple):
+    """What to add to a rank's clock to get that of rank 0."""
+
+    offset_ns: int = 0
+    error_ns: int = 0
+    """Bound of the error, if neither clock was set in the meantime."""
+
+
+def measure_clock_offset(mesh: Mesh) -> ClockOffset:
+    """The offset of this rank's clock. All ranks call this together."""
+    if mesh.world.size == 1:
+        return ClockOffset()
+    meetings: list[Meeting] = []
+    for _ in range(ROUNDS):
+        entered = time.time_ns()
+        mesh.all_gather_object(None)
+        meetings.append((entered, time.time_ns()))
+    of_first_rank = dict(zip(mesh.rank_order, mesh.all_gather_object(meetings), strict=True))[0]
+    return clock_offset(of_first_rank, meetings)
+
+
+def clock_offset(reference: Sequence[Meeting], own: Sequence[Meeting]) -> ClockOffset:
+    """The offset that follows from the same collectives on two clocks.
+
+    Nobody leaves a collective before everybody has entered it. The moment at which the last rank enters therefore lies
+    between entering and leaving on every clock, which bounds the offset in each round.
+    """
+    lower = max(first[0] - second[1] for first, second in zip(reference, own, strict=True))
+    upper = min(first[1] - second[0] for first, second in zip(reference, own, strict=True))
+    return ClockOffset((lower + upper) // 2, max(upper - lower, 0) // 2)
