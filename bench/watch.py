@@ -31,6 +31,7 @@ from trainyard.cli.run_config import load_run_config
 from trainyard.cli.train_console import TrainConsole
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.metrics.spans import NAMES, SpanHeader, read_spans, span_path
+from trainyard.train.timing.run_spans import RunSpans
 
 LOG_EVERY = 10
 WARM_UP_ROUNDS = 20
@@ -52,7 +53,7 @@ class NoSpans(SpanRecorder):
     def __call__(self, name: str) -> AbstractContextManager[None]:  # type: ignore[override]
         return self.context
 
-    def begin_step(self, step: int, sampled: bool = False) -> None:
+    def begin_step(self, step: int, logged: bool = False) -> None:
         return
 
     def end_step(self) -> None:
@@ -72,6 +73,8 @@ class SwitchingTrainer(Trainer):
         kind = self.order[step - 1]
         spans = self.no_spans if kind.startswith("nothing") else self.recorder
         self.spans = self.runner.spans = self.train_step.spans = spans
+        if run_spans := self.part(RunSpans):
+            run_spans.recorder = spans
         self.clocks.append((time.process_time(), time.perf_counter()))
         return kind == "everything"
 

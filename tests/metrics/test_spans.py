@@ -192,13 +192,13 @@ class _Queue:
         return second - first
 
 
-def test_a_sampled_step_is_placed_on_the_devices_clock(tmp_path: Path) -> None:
+def test_a_logged_step_is_placed_on_the_devices_clock(tmp_path: Path) -> None:
     recorder, path = SpanRecorder(), tmp_path / "spans" / "rank-00000.spans"
     recorder.origin_ns -= 10**9  # the fake clock below runs faster than time
     names = (*NAMES, *spans.DEVICE_NAMES)
     recorder.open(path, SpanHeader(0, "h", names, recorder.start_unix_ns, synchronous=False), _Queue())  # type: ignore[arg-type]
     for step in (1, 2):
-        recorder.begin_step(step, sampled=step == 2)
+        recorder.begin_step(step, logged=step == 2)
         with recorder("forward"):
             pass
         recorder.end_step()

@@ -1,4 +1,4 @@
-"""A resumed run notices data files that changed since its checkpoint, and a sample order that means another now."""
+"""A resumed run notices data files that changed since its checkpoint."""
 
 import zlib
 from copy import deepcopy

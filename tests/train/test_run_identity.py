@@ -238,8 +238,16 @@ def test_checkpoint_directory_of_a_running_process_is_refused(tmp_path: Path) ->
     assert str(error.value) == (
         f"{outside}: another process is training in this directory; wait for it, or choose another checkpoint.directory"
     )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "other"]  # no run directory is left
     held.close()
-    train(named(tmp_path, "exp", directory=str(outside)))
+    first, _ = train(named(tmp_path, "exp", directory=str(outside)))
+    held = RunDirectory.create(tmp_path, "another")
+    held.lock_checkpoints(outside)
+    before = contents(first.directory)
+    with pytest.raises(UserError, match="another process is training"):
+        train(named(tmp_path, "exp", 3, directory=str(outside)))
+    assert contents(first.directory) == before  # that of a run that continues stays
+    RunDirectory.open(first.directory, "exp").close()
 
 
 def test_copied_run_directory_is_refused(tmp_path: Path) -> None:

@@ -94,14 +94,14 @@ class Evaluator:
         rank_order = self.device.rank_order(self.layout.tp, world.size)
         self.mesh = Mesh.create(self.layout, self.device, world, rank_order)
         compile_fn = make_compile_fn(config.compile, self.device, world.local_rank)
-        kernels = self.device.kernels(fused=config.device.kernels == "fused")
-        self.loss_fn = build.build_loss(config, None, kernels, compile_fn, self.device)
+        context = build.build_rank_context(config, self.device, self.mesh)
+        self.loss_fn = build.build_loss(config, None, context, compile_fn)
         self.metrics = build.build_metrics(config, None, self.loss_fn)
-        self.models = build.build_stages(config, self.mesh, self.device, kernels)
+        self.models = build.build_stages(config, context)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         self._load(weights)
-        self.padding_free = packs_batches(config, self.layout, kernels.has_varlen_attention)
-        build.wrap_blocks(config, self.models, self.device, self.mesh, compile_fn, self.padding_free)
+        self.padding_free = packs_batches(config, self.layout, context.kernels.has_varlen_attention)
+        build.wrap_blocks(config, self.models, context, compile_fn, self.padding_free)
         for model in self.models:
             model.eval()
         self._runners: dict[tuple[int, int], MicroBatchRunner] = {}

@@ -87,6 +87,12 @@ class RunDirectory:
         _lock_file(handle, directory, "checkpoint.directory")
         self._locks.append(handle)
 
+    def discard(self) -> None:
+        """Remove a new directory, which holds nothing yet but its identity, and release the locks."""
+        (self.path / IDENTITY_FILE).unlink()
+        self.path.rmdir()
+        self.close()
+
     def close(self) -> None:
         """Release the locks."""
         for lock in self._locks:

@@ -64,7 +64,7 @@ class SpanRecorder:
         return self.spans[name]
 
     def open(self, path: Path, header: SpanHeader, device_clock: Stopwatch | None = None) -> None:
-        """Start to record, in a new file. `device_clock`, if given, times the sampled steps on the device."""
+        """Start to record, in a new file. `device_clock`, if given, times the logged steps on the device."""
         self.writer = SpanWriter(path, header, self.origin_ns)
         if self.writer.is_open:
             self.records, self.device_clock = [], device_clock
@@ -75,10 +75,10 @@ class SpanRecorder:
         if self.writer:
             self.writer.close(records or [])
 
-    def begin_step(self, step: int, sampled: bool = False) -> None:
-        """The step `step` begins. `sampled`: its spans are timed on the device, too, if that has its own clock."""
+    def begin_step(self, step: int, logged: bool = False) -> None:
+        """The step `step` begins. `logged`: its spans are timed on the device, too, if that has its own clock."""
         self.step, self.depth, self.device_spans = step, 1, None
-        if sampled and self.device_clock:
+        if logged and self.device_clock:
             self.device_spans, self.device_step_start = [], self.device_clock.read_clock()
         self.step_start = read_clock_ns()
 
@@ -96,7 +96,7 @@ class SpanRecorder:
             self.records = [] if self.writer.is_open else None
 
     def place_device_spans(self, synchronize: Callable[[], None]) -> None:
-        """Place the device's spans of a sampled step, which is complete, on the host's clock. `synchronize` waits for
+        """Place the device's spans of a logged step, which is complete, on the host's clock. `synchronize` waits for
         the device, which has nothing left to do."""
         spans, self.device_spans = self.device_spans, None
         if not spans or not self.device_clock or self.records is None:

@@ -5,21 +5,20 @@ recompute, compile. The last two replace only `forward`, so hooks around a block
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from trainyard import devices, models
-from trainyard.checkpoint.formats.hf import check_hf_export
 from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
-from trainyard.data.loading.build import build_datasets, build_validation_sets
+from trainyard.data.loading.build import build_datasets, build_validation_sets, validation_sections
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import Kernels
 from trainyard.metrics.throughput import ThroughputMeter
 from trainyard.models.flops import flops_per_sample
 from trainyard.models.init import initial_values
@@ -28,17 +27,30 @@ from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.expert_parallel import ExpertAxis
 from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.rank_context import RankContext
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
+from trainyard.train.checkpointing.data_check import check_same_versions
 from trainyard.train.checkpointing.initial_weights import open_initial_weights
 from trainyard.train.compile.compile_blocks import CompileFn, compile_model
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric
 from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
-from trainyard.train.user_functions import user_function
+from trainyard.train.optim.lr_schedule import check_schedule
+from trainyard.train.optim.rules.user_rule import load_update_rule
+from trainyard.train.timing.profiler import check_profile_ranks
+from trainyard.train.user_functions import check_named_numbers, user_function
 
 logger = logging.getLogger(__name__)
+
+
+def check_config(config: Config, world: World) -> None:
+    """Raise UserError for a mistake that shows before anything is built: in the user's schedule and update rule, and in
+    profile.ranks."""
+    check_schedule(config)
+    load_update_rule(config.optimizer)
+    check_profile_ranks(config.profile, world.size)
 
 
 def build_device(config: Config, world: World, device: devices.Device | None = None) -> devices.Device:
@@ -50,28 +62,21 @@ def build_device(config: Config, world: World, device: devices.Device | None = N
     return device
 
 
+def build_rank_context(config: Config, device: devices.Device, mesh: Mesh) -> RankContext:
+    blueprint = models.family_of(config.model).blueprint(config.model)
+    return RankContext(device, mesh, blueprint, device.kernels(fused=config.device.kernels == "fused"))
+
+
 def build_loss(
-    config: Config,
-    user_loss: LossFunction | None,
-    kernels: Kernels,
-    compile_fn: CompileFn | None,
-    device: devices.Device,
+    config: Config, user_loss: LossFunction | None, context: RankContext, compile_fn: CompileFn | None
 ) -> Loss:
     """The user's loss (an argument, or config.train.loss), or the loss of the model family."""
     if function := user_function(user_loss, config.train.loss, "train.loss"):
         return UserLoss(function)
     fp8 = fp8_layers(config)
     head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
-    head_loss = make_head_loss(kernels, compile_fn, head_recipe, device.max_logits_bytes)
+    head_loss = make_head_loss(context.kernels, compile_fn, head_recipe, context.device.max_logits_bytes)
     return make_loss(models.family_of(config.model), head_loss)
-
-
-def check_export(config: Config) -> None:
-    """Raise UserError if the run cannot export its weights, as checkpoint.export_hf asks."""
-    try:
-        check_hf_export(config.model)
-    except UserError as error:
-        raise UserError(f"checkpoint.export_hf=true: {error}; nearest: false") from None
 
 
 def fp8_layers(config: Config) -> models.Fp8Layers | None:
@@ -93,6 +98,16 @@ def build_metrics(config: Config, metrics: Mapping[str, Metric] | None, loss: Lo
     return {**imported, **(metrics or {})}
 
 
+def build_evaluation(
+    config: Config, evaluate: Callable[[Any], Mapping[str, float]] | None
+) -> Callable[[Any], dict[str, float]] | None:
+    """The user's evaluation function (an argument, or config.evaluate.function), with a check of its results."""
+    function = user_function(evaluate, config.evaluate.function, "evaluate.function")
+    if function and config.evaluate.sets:
+        raise UserError("evaluate.sets: the evaluation function replaces their evaluation; use only one of them")
+    return (lambda trainer: check_named_numbers(function(trainer))) if function else None
+
+
 def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, dict[str, BatchLoader]]:
     """Loaders of training samples and, by name, of validation samples. Those held out from the training data have the
     name "", and need no evaluation to be loaded."""
@@ -109,8 +124,16 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
     return BatchLoader(train, batch, seed, shuffle), loaders
 
 
-def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Kernels) -> list[models.TransformerStage]:
+def check_data_versions(config: Config, with_validation_sets: bool, mesh: Mesh) -> None:
+    """Raise UserError if an object behind a URL changed while the ranks, one after the other, looked at it."""
+    sections = validation_sections(config).values() if with_validation_sets else ()
+    for data in (config.data, *sections):
+        check_same_versions(data, mesh)
+
+
+def build_stages(config: Config, context: RankContext) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
+    device, mesh = context.device, context.mesh
     method, decomposed, layout = config.layout.cp_method, device.decomposes_attention, mesh.layout
     if not (config.model.has_static_shapes or device.has_grouped_gemm):
         raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
@@ -123,7 +146,7 @@ def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Ke
     )
     fp8 = fp8_layers(config)
     stages = [
-        models.build_model(config.model, device.torch_device, axes, stage, kernels, fp8)
+        models.build_model(config.model, device.torch_device, axes, stage, context.kernels, fp8)
         for stage in layout.stages_on(mesh.coords["pp"])
     ]
     for model in stages:
@@ -133,15 +156,11 @@ def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Ke
 
 
 def initial_parameters(
-    config: Config,
-    blueprint: models.Blueprint,
-    mesh: Mesh,
-    device: devices.Device,
-    resuming: bool,
-    weights: models.ParameterValues | None,
+    config: Config, context: RankContext, resuming: bool, weights: models.ParameterValues | None
 ) -> models.ParameterValues:
     """Where this rank's parameters get their values: zeros if a checkpoint is loaded later, the given full weights, a
     checkpoint of any format, or random initialization."""
+    blueprint, mesh = context.blueprint, context.mesh
     shard, section = mesh.model_shard, config.checkpoint
     init_from = section.resume if section.weights_only else section.init_from
     if resuming:
@@ -150,22 +169,22 @@ def initial_parameters(
         return shard_values(blueprint, weights, shard)
     if init_from:
         logger.info("reading weights from %s", init_from)
-        opened = open_initial_weights(init_from, config, mesh, device)
+        opened = open_initial_weights(init_from, config.model, mesh, context.device)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
         return local_values(opened.weights, shard)
-    return initial_values(blueprint, config.train.seed, device.init_device, shard)
+    return initial_values(blueprint, config.train.seed, context.device.init_device, shard)
 
 
 def wrap_blocks(
     config: Config,
     stages: list[models.TransformerStage],
-    device: devices.Device,
-    mesh: Mesh,
+    context: RankContext,
     compile_fn: CompileFn | None,
     padding_free: bool,
 ) -> None:
     """Apply recompute and compilation to the blocks of every stage."""
+    device, mesh = context.device, context.mesh
     options = device.compile_options() if compile_fn else None
     for model in stages:
         apply_recompute(list(model.layers.children()), config.recompute)
@@ -174,8 +193,6 @@ def wrap_blocks(
             compile_model(model, options, config.compile.mode, padding_free, compile_embedding)
 
 
-def build_throughput_meter(
-    config: Config, blueprint: models.Blueprint, device: devices.Device, dtype: torch.dtype, ranks: int
-) -> ThroughputMeter:
-    flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
-    return ThroughputMeter(config, flops, device.peak_throughput(dtype), ranks)
+def build_throughput_meter(config: Config, context: RankContext, dtype: torch.dtype) -> ThroughputMeter:
+    flops = flops_per_sample(config.model, context.blueprint, config.data.seq_len, config.data.max_predictions)
+    return ThroughputMeter(config, flops, context.device.peak_throughput(dtype), context.mesh.layout.world_size)

@@ -1,15 +1,17 @@
-"""Callbacks: how user code, and the parts of trainyard that watch a run, take part in it."""
+"""Callbacks: how user code, and the parts of the trainer, take part in a run."""
 
 from collections.abc import Iterable, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import check_call, describe_object, import_subclass, make_instance, nearest_name
 from trainyard.models import TransformerStage
 from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.status import HostStatus, StepStatus
+from trainyard.train.step import StepResult
 
 
 class TrainerView(Protocol):
@@ -24,8 +26,16 @@ class TrainerView(Protocol):
     """The run directory; None before `run`."""
     last_record: dict[str, Any]
     """The last logged record."""
+    last_evaluation: dict[str, float]
+    last_checkpoint: str | None
+    """The last committed checkpoint of this run."""
 
     def evaluate(self) -> dict[str, float]: ...
+
+    def should_stop(self) -> bool: ...
+
+    def notify(self, event: str, *arguments: Any) -> None:
+        """Call the method `event` of every callback."""
 
 
 class Callback:
@@ -48,10 +58,10 @@ class Callback:
         """A batch of an evaluation, or the next token of text samples, follows."""
 
     def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        """An evaluation is complete."""
+        """An evaluation is complete; `record` goes to metrics.jsonl."""
 
     def on_samples(self, trainer: TrainerView, records: list[dict[str, Any]]) -> None:
-        """The model has continued the prompts of samples.prompts; the records go to samples.jsonl."""
+        """The model has continued the prompts of samples.prompts; these text samples go to samples.jsonl."""
 
     def on_event(self, trainer: TrainerView, event: dict[str, Any]) -> None:
         """On rank 0: the run starts or ends, a loss spikes or a step is skipped; `event` goes to events.jsonl."""
@@ -66,6 +76,53 @@ class Callback:
         """The run is over, completed or not."""
 
 
+class Part(Callback):
+    """A part of the trainer: a callback that also works inside the steps, and that owns threads and files.
+
+    parts.py has the order of the parts. What begins is called in this order, and what ends in the reverse order, as
+    contexts nest: `end_step`, `complete_step`, `end_run`, `end_at_deadline` and `close`.
+    """
+
+    def open(self) -> None:
+        """Signals are handled now. Start threads and open files, which `close` ends in every case."""
+
+    def begin_run(self, trainer: TrainerView) -> None:
+        """Every callback has had its `on_start`; the first step follows."""
+
+    def begin_step(self, step: int, logged: bool) -> None:
+        """The host begins `step`, which has a record if `logged`."""
+
+    def add_status(self, step: int, status: StepStatus) -> StepStatus:
+        """Add this rank's flags to those that are all-reduced with `step`."""
+        return status
+
+    def handle_status(self, step: int, status: HostStatus, logged: bool) -> None:
+        """Act on the status of `step`, which all ranks have. On a device with a queue it is read one step late. Unless
+        `logged`, no record of the step follows."""
+
+    def end_step(self, step: int) -> None:
+        """The host has queued all work of `step`; it is logged after this."""
+
+    def add_metrics(self, result: StepResult, record: dict[str, Any]) -> None:
+        """Add metrics to the record of a step, which is complete on the device. All ranks call this together."""
+
+    def complete_step(self, step: int) -> None:
+        """`step` is logged, and the evaluation and text samples that follow it are complete. Saves start here."""
+
+    def finish(self) -> None:
+        """The last step is complete: save it, and wait for what is in progress. All ranks call this together."""
+
+    def end_run(self, trainer: TrainerView, error: BaseException | None) -> None:
+        """The run ends, with `error` if it failed."""
+
+    def end_at_deadline(self, step: int) -> None:
+        """The process ends inside the step after `step`, which another thread runs: close the files of the run."""
+
+    def close(self) -> None:
+        """Release what the part holds, also if `open` or another part failed."""
+
+
+P = TypeVar("P", bound=Part)
 METHODS = {
     name: tuple(signature(method).parameters)[1:] for name, method in vars(Callback).items() if name.startswith("on_")
 }

@@ -1,16 +1,23 @@
-"""The tokenizer's files, which a run saves with its checkpoints and exports with its weights."""
+"""The tokenizer's files, which a run saves with its checkpoints, and the export of its weights with them."""
 
 import logging
+from functools import partial
+from pathlib import Path
 
-from trainyard.checkpoint.formats.hf import read_model_files
+from trainyard.checkpoint.formats.hf import check_hf_export, read_model_files, save_hf
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.checkpoint.registry import find_tokenizer_files, latest_checkpoint
 from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
 from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.text.tokenizer import hf_tokenizer_files
+from trainyard.families import ModelConfig
+from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.local_copies import is_remote_model, local_tokenizer
 from trainyard.remote.storage import open_storage
+from trainyard.train.optim.gather_full import gather_full_parameter
+from trainyard.train.optim.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +41,24 @@ def run_model_files(config: Config, resumed: Checkpoint | None) -> dict[str, byt
         return _saved_files(Checkpoint(latest))
     found = find_tokenizer_files(init_from)
     return read_model_files(found[0].parent) if found else {}
+
+
+def check_export(model: ModelConfig) -> None:
+    """Raise UserError if the run cannot export its weights, as checkpoint.export_hf asks."""
+    try:
+        check_hf_export(model)
+    except UserError as error:
+        raise UserError(f"checkpoint.export_hf=true: {error}; nearest: false") from None
+
+
+def export_weights(
+    run_directory: Path, model: ModelConfig, optimizer: Optimizer, context: RankContext, model_files: dict[str, bytes]
+) -> Path:
+    """Write the final weights in Hugging Face format. All ranks call this together, the first one writes."""
+    exported, dtype = run_directory / "model", optimizer.state.compute_dtype
+    read = partial(gather_full_parameter, optimizer.state, context.blueprint, context.mesh)
+    save_hf(exported, model, read, dtype, context.mesh.layout_rank == 0, model_files)
+    return exported
 
 
 def _saved_files(checkpoint: Checkpoint) -> dict[str, bytes]:

@@ -14,9 +14,10 @@ from torch import nn
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped
 from trainyard.core.quantities import counted
-from trainyard.devices import Device
 from trainyard.models.moe import MoeMLP
 from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.rank_context import RankContext
+from trainyard.train.callbacks import Part, TrainerView
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.step import StepResult
 
@@ -50,14 +51,13 @@ def step_record(
     rates: dict[str, Any],
     config: Config,
     optimizer: Optimizer,
-    device: Device,
-    mesh: Mesh,
-    models: Iterable[nn.Module] = (),
-    is_first: bool = False,
+    context: RankContext,
+    models: Iterable[nn.Module],
+    is_first: bool,
 ) -> dict[str, Any]:
     """The metrics of a step; `rates` are its throughput. The first record since the start or a resume names the
     hardware. Waits for the step. All ranks call this together."""
-    status = result.read_status()
+    status, device, mesh = result.read_status(), context.device, context.mesh
     terms = {f"loss/{name}": float(value) for name, value in result.terms.items()}
     record: dict[str, Any] = {
         "step": result.step,
@@ -129,3 +129,10 @@ def check_weights(norm: float, step: int) -> None:
             f"step {step}: the weights are not finite (their norm is {norm}) and are neither saved nor exported; "
             "try a lower optimizer.lr or a longer schedule.warmup_steps"
         )
+
+
+class WeightCheck(Part):
+    """Ends a run whose weights are not finite, before a logged step is evaluated, used for text samples and saved."""
+
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        check_weights(record["param_norm"], record["step"])

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,8 @@ from trainyard.core.world import host_name
 from trainyard.devices import Device
 from trainyard.devices.stopwatch import Stopwatch
 from trainyard.parallel.mesh import Mesh
+from trainyard.train.callbacks import Part
+from trainyard.train.step import StepResult
 
 SLOW_FACTOR = 1.3
 """A slow replica takes more than this many times the median."""
@@ -75,13 +77,14 @@ class StragglerDetector:
         return max(times) / median, stragglers
 
 
-class StragglerMonitor:
+class StragglerMonitor(Part):
     """Measures this rank's part of logged steps and compares it with that of the others."""
 
     def __init__(self, stopwatch: Stopwatch, mesh: Mesh, device: Device) -> None:
         self.stopwatch, self.mesh, self.device = stopwatch, mesh, device
         self.step = 0
         """The step that was measured last."""
+        self.is_first_step = True
         order, members = mesh.rank_order, mesh.layout.groups("pp", "cp", "tp")
         self.detector = StragglerDetector([[order[index] for index in indices] for indices in members])
 
@@ -92,16 +95,17 @@ class StragglerMonitor:
         stopwatch = device.stopwatch() if mesh.layout.dp > 1 and zero_stage < 2 else None
         return cls(stopwatch, mesh, device) if stopwatch else None
 
-    def start(self, step: int) -> None:
-        """Measure the step that begins now."""
-        self.step = step
-        self.stopwatch.start()
+    def begin_step(self, step: int, logged: bool) -> None:
+        """Measure a logged step, except for the first one, which compiles."""
+        if logged and not self.is_first_step:
+            self.step = step
+            self.stopwatch.start()
+        self.is_first_step = False
 
-    def metrics(self, step: int) -> dict[str, float]:
-        """The metrics of a complete step, empty if it was not measured; warns of stragglers. All ranks call this
-        together."""
-        if step != self.step:
-            return {}
+    def add_metrics(self, result: StepResult, record: dict[str, Any]) -> None:
+        """Add the ratio of a step that was measured, and warn of stragglers."""
+        if result.step != self.step:
+            return
         own = torch.tensor([self.stopwatch.seconds()], device=self.device.torch_device)
         seconds = self.mesh.world.all_gather(own).tolist()
         ratio, stragglers = self.detector.update(seconds)
@@ -111,7 +115,7 @@ class StragglerMonitor:
             hosts = [by_rank[rank] for rank in range(len(by_rank))]
             for straggler in stragglers if self.mesh.layout_rank == 0 else []:
                 logger.warning("%s", straggler.describe(hosts))
-        return {"straggler_ratio": ratio}
+        record["straggler_ratio"] = ratio
 
 
 def compact_ranks(ranks: Sequence[int]) -> str:

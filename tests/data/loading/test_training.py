@@ -92,5 +92,5 @@ def test_token_of_an_own_dataset_outside_the_vocabulary_is_one_line(token: int) 
     trainer = Trainer(data_config({"source": "synthetic"}, 2))
     trainer.loader.dataset = OwnDataset(token)
     with pytest.raises(UserError, match=rf"token {token}, but model\.vocab={configs.LLAMA['vocab']}; ") as caught:
-        next(trainer._train_steps())
+        trainer._train_steps()
     assert "\n" not in str(caught.value)

@@ -15,7 +15,7 @@ from trainyard.remote.local_copies import local_tokenizer
 from trainyard.remote.location import has_urls
 
 FINGERPRINTS_KEY = "data_files"
-"""Key of the manifest."""
+"""Key of the manifest. Converted checkpoints do not have it."""
 ACCEPT = "checkpoint.accept_changed_data=true"
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
 
 from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.devices import Device
-from trainyard.train.checkpointing.pending_save import error_line
+from trainyard.train.callbacks import Part, TrainerView
 from trainyard.train.checkpointing.rank_agreement import RankAgreement
 from trainyard.train.checkpointing.rng_state import RngState, capture_rng_state
 from trainyard.train.checkpointing.saver import Saver
+from trainyard.train.checkpointing.state_writer import error_line
 
 DEADLINE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Schedulers send them some time before they kill. Somebody who presses Ctrl-C can wait, or press it again."""
@@ -88,8 +87,8 @@ class UpdateGate:
             self._changed.notify_all()
 
 
-class DeadlineSaver:
-    """Watches for signals during a run. Also a context manager: its thread lives as long as the run."""
+class DeadlineSaver(Part):
+    """Watches for signals during a run, in a thread."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class DeadlineSaver:
         completed: int,
         before_exit: Callable[[], None],
     ) -> None:
-        """`before_exit` closes files that the main thread cannot close."""
+        """`before_exit` closes files that the main thread cannot close. Without a `saver`, nothing is saved."""
         self.grace_s, self.saver, self.device, self.agreement = grace_s, saver, device, agreement
         self.before_exit, self.first_step = before_exit, completed
         self.gate = UpdateGate(completed, self._capture_rng_state())
@@ -111,9 +110,9 @@ class DeadlineSaver:
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.bind_thread = device.thread_binder()
 
-    def __enter__(self) -> Self:
+    def open(self) -> None:
         if not self.agreement.possible:
-            return self
+            return
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         try:
@@ -122,31 +121,39 @@ class DeadlineSaver:
         except ValueError:  # not in the main thread: the caller handles signals
             os.close(self.reader)
             os.close(self.writer)
-            return self
+            return
         os.register_at_fork(after_in_child=_forget_wakeup_fd)  # a signal to a child is none to this process
         self.thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+    def begin_step(self, step: int, logged: bool) -> None:
+        self.gate.begin_step()
+
+    def on_gradients_ready(self, trainer: TrainerView) -> None:
+        self.gate.begin_update(trainer.completed_steps + 1)
+
+    def complete_step(self, step: int) -> None:
+        """Does not return while the state of `step` is being saved."""
+        self.gate.end_step(step, self._capture_rng_state())
+
+    def on_last_step(self, trainer: TrainerView) -> None:
+        self._stop()
+
+    def close(self) -> None:
         if not self.thread.ident:
             return
         if self.saving:  # an error of the main thread follows from the end of other ranks, which have saved
             self.thread.join()
-        self.stop()
+        self._stop()
         signal.set_wakeup_fd(self.previous_fd)
         os.close(self.writer)
         self.thread.join(THREAD_END_S)
         if not self.thread.is_alive():
             os.close(self.reader)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """No step follows: the main thread saves."""
         self.ended.set()
         self.gate.close()
-
-    def end_step(self, step: int) -> None:
-        """Called when `step` is complete and logged. Does not return while its state is being saved."""
-        self.gate.end_step(step, self._capture_rng_state())
 
     def _capture_rng_state(self) -> RngState | None:
         return capture_rng_state(self.device) if self.device.copies_during_steps else None

@@ -22,7 +22,7 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory, is_training
-from trainyard.remote.storage import Storage
+from trainyard.remote.storage import LocalStorage, Storage, open_storage
 from trainyard.train.checkpointing.config_check import FREE_KEYS, changed_keys
 
 CLAIM_PREFIX = ".claim-"
@@ -38,6 +38,24 @@ def owner_record(run: RunDirectory, config: Config) -> Owner:
         "run_directory": str(run.path.resolve()),
         "config": config.model_dump(mode="json"),
     }
+
+
+def lock_directories(config: Config, continued: RunDirectory | None, lost_run: str | None = None) -> RunDirectory:
+    """The directory of a run, new unless the run continues in one, with the lock of a local checkpoint.directory. A run
+    that is refused leaves no directory behind. `lost_run`: of a run whose own directory is lost."""
+    section, name = config.checkpoint, config.log.name
+    storage = open_storage(section.directory) if section.directory and section.saving_enabled else None
+    run = continued or RunDirectory.create(Path(config.log.directory).expanduser(), name, lost_run)
+    if isinstance(storage, LocalStorage):
+        try:
+            run.lock_checkpoints(storage.path)
+        except UserError:
+            if continued:
+                run.close()
+            else:
+                run.discard()
+            raise
+    return run
 
 
 def find_owner(storage: Storage) -> Owner | None:

@@ -9,9 +9,9 @@ from functools import partial
 from itertools import count
 
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
-from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
+from trainyard.families import ModelConfig
 from trainyard.parallel.mesh import Mesh
 from trainyard.remote.local_copies import is_remote_model, pin_revision
 from trainyard.remote.location import is_url
@@ -21,14 +21,14 @@ _calls = count()
 """Numbers the waits of a process, which are the same on all ranks."""
 
 
-def open_initial_weights(source: str, config: Config, mesh: Mesh, device: Device) -> OpenedCheckpoint:
+def open_initial_weights(source: str, model: ModelConfig, mesh: Mesh, device: Device) -> OpenedCheckpoint:
     """Open the weights at `source`, a path, URL or name on the Hub. All ranks call this."""
     if not is_remote_model(source) and not is_url(source):
-        return open_weights(source, config.model)
+        return open_weights(source, model)
     source = mesh.broadcast_object(partial(pin_revision, source), device)
     key = f"trainyard/weights/{next(_calls)}"
     try:
-        opened = open_weights(source, config.model)
+        opened = open_weights(source, model)
     except UserError as error:
         if mesh.store is not None:
             mesh.store.set(f"{key}/error", str(error))

@@ -1,4 +1,4 @@
-"""A checkpoint that is spread over the memory of the hosts of a run (memory_copies.py)."""
+"""A checkpoint that is spread over the memory of the hosts of a run (in_memory_saver.py)."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from trainyard.models import family_of
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.remote.storage import LocalStorage
-from trainyard.train.checkpointing.memory_copies import TIMEOUT
 from trainyard.train.checkpointing.memory_files import (
+    TIMEOUT,
     FileTransfer,
     host_identity,
     list_files,

@@ -9,6 +9,7 @@ DIRECTORY is a file system in memory. It outlives the processes of a failed run,
 import json
 import os
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
@@ -28,6 +29,8 @@ HOST_FILE = "host"
 """Identifies a host by what is in its memory: host names may be equal in containers."""
 CHUNK_BYTES = 2**25
 """Bytes sent at a time."""
+TIMEOUT = timedelta(minutes=30)
+"""Limit of the wait for the rank at the other end."""
 
 
 def run_storage(directory: str, run_id: str) -> LocalStorage:

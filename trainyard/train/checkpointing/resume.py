@@ -21,10 +21,12 @@ from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity
 from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.storage import LocalStorage, Storage, open_storage
 from trainyard.train.checkpointing.config_check import expected_kinds
 from trainyard.train.checkpointing.directory_owner import check_owner, find_owner
 from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint
+from trainyard.train.checkpointing.rng_state import restore_rng_state
 from trainyard.train.optim.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -206,6 +208,16 @@ def _unusable_source(resume: str, format_name: str | None) -> UserError:
         problem = f"{FORMAT_DESCRIPTIONS[format_name]}, without the optimizer's state"
         nearest = "checkpoint.weights_only=true"
     return UserError(f"checkpoint.resume={resume}: {problem}; nearest: {nearest}")
+
+
+def restore(checkpoint: Checkpoint, optimizer: Optimizer, context: RankContext) -> int:
+    """Load weights, optimizer state and random generators. Returns the step after which the run continues."""
+    mesh = context.mesh
+    logger.info("resuming from step %s: %s", checkpoint.step, checkpoint.storage)
+    with checkpoint:
+        load_state(checkpoint, optimizer, context.blueprint, mesh)
+        restore_rng_state(checkpoint.rank_extras(mesh.layout_rank), context.device, mesh.layout_rank)
+    return checkpoint.step
 
 
 def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprint, mesh: Mesh) -> None:

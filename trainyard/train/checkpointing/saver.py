@@ -1,17 +1,14 @@
-"""Writes checkpoints while training continues.
+"""Writes checkpoints into a directory while training continues.
 
-A save has three phases. Every rank copies its slices to host memory during the next forward and backward pass; only the
-next update changes them, and it waits for the copy. A thread of each rank writes the copy to the rank's shard file.
-When all shards are written, rank 0 writes the manifest that commits the checkpoint. The progress of each rank rides on
-the all-reduce of every step (StepStatus), so all ranks see the same progress at the same step and no thread ever
-communicates with another rank.
+A save has three phases. Every rank copies its slices to host memory (state_writer.py). A thread of each rank writes the
+copy to the rank's shard file. When all shards are written, rank 0 writes the manifest that commits the checkpoint. The
+ranks learn of each other's progress with every step, so no thread ever communicates with another rank.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,22 +17,16 @@ import torch
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
-from trainyard.config.schema import Config
 from trainyard.core.errors import NotWritable, RunStopped, UserError, is_not_writable
 from trainyard.core.quantities import shortage_text
-from trainyard.devices import Device
-from trainyard.families.blueprint import Blueprint
-from trainyard.metrics.run_directory import RunDirectory
-from trainyard.parallel.mesh import Mesh
+from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.remote.storage import LocalStorage, Storage
-from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY, fingerprint_data
-from trainyard.train.checkpointing.directory_owner import DirectoryClaim, check_owner, find_owner, owner_record
-from trainyard.train.checkpointing.pending_save import PendingSave, error_line
+from trainyard.train.callbacks import TrainerView
+from trainyard.train.checkpointing.directory_owner import DirectoryClaim, check_owner, find_owner
 from trainyard.train.checkpointing.rank_agreement import SIGNAL_TIMEOUT, WRITE_TIMEOUT, RankAgreement
 from trainyard.train.checkpointing.rng_state import RngState, capture_rng_state
-from trainyard.train.checkpointing.state_writer import StateWriter
-from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.status import StepStatus
+from trainyard.train.checkpointing.state_writer import PendingSave, StateSaver, StateWriter, error_line
+from trainyard.train.status import HostStatus, StepStatus
 
 PROBE_FILE = ".probe.part"
 SLACK_BYTES = 2**20
@@ -45,63 +36,58 @@ LAST_SAVE_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 20.0, 20.0)
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Saver:
-    """Starts, tracks and commits the checkpoints of a run. At most one is in progress."""
+class Saver(StateSaver):
+    """Starts, tracks and commits the checkpoints of a run."""
 
-    config: Config
-    storage: Storage
-    """Directory of all checkpoints of the run."""
-    blueprint: Blueprint
-    optimizer: Optimizer
-    device: Device
-    mesh: Mesh
-    run: RunDirectory
-    """The run that owns the checkpoints; each manifest names it."""
-    on_saved: Callable[[dict[str, Any]], None]
-    """Called on every rank with the record of a committed checkpoint."""
-    model_files: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of the tokenizer, which the first rank adds to each checkpoint."""
-    current: PendingSave | None = None
-    state_writer: StateWriter = field(init=False)
-    reported: dict[int, PendingSave | None] = field(init=False, default_factory=dict)
-    """The save whose status this rank reported with a step, until the reduced status of that step is known."""
-    clock_due: bool = field(init=False, default=False)
-    """True if rank 0's clock asked for a checkpoint."""
-    last_save_time: float = field(init=False, default_factory=time.monotonic)
-    last_step: int = field(init=False, default=0)
-    last_saved_step: int = field(init=False, default=0)
-    """The last step whose save was started; 0 if that save failed."""
-    failure: str = field(init=False, default="")
-    """Why the last save that failed did."""
-    owners: dict[int, str | None] = field(init=False, default_factory=dict)
-    """The runs of committed checkpoints, as far as they are known."""
-    claim: DirectoryClaim | None = field(init=False, default=None)
-    """Held by the first rank if the storage has no locks."""
-
-    def __post_init__(self) -> None:
-        self.state_writer = StateWriter(self.blueprint, self.optimizer, self.device, self.mesh)
-        ranks = self.config.checkpoint.writers_per_host or self.mesh.layout.world_size
-        self.write_turn = self.mesh.local_rank // ranks
+    def __init__(
+        self,
+        state_writer: StateWriter,
+        storage: Storage,
+        on_saved: Callable[[dict[str, Any]], None],
+        spans: SpanRecorder,
+        model_files: Mapping[str, bytes],
+    ) -> None:
+        """Checks that a checkpoint can be written in the directory `storage`. `on_saved` is called on every rank with
+        the record of a committed checkpoint. `model_files` are those of the tokenizer, which the first rank adds to
+        each checkpoint."""
+        super().__init__(state_writer)
+        self.storage, self.on_saved, self.spans, self.model_files = storage, on_saved, spans, model_files
+        self.config, self.run = state_writer.config, state_writer.run
+        self.section = self.config.checkpoint
+        self.context = state_writer.context
+        self.device, self.mesh = self.context.device, self.context.mesh
+        self.clock_due = False
+        """True if rank 0's clock asked for a checkpoint."""
+        self.last_save_time = time.monotonic()
+        self.last_step = self.last_saved_step = 0
+        """`last_saved_step` is the last step whose save was started; 0 if that save failed."""
+        self.failure = ""
+        """Why the last save that failed did."""
+        self.owners: dict[int, str | None] = {}
+        """The runs of committed checkpoints, as far as they are known."""
+        self.claim: DirectoryClaim | None = None
+        """Held by the first rank if the storage has no locks."""
+        self.write_turn = self.mesh.local_rank // (self.section.writers_per_host or self.mesh.layout.world_size)
         """Ranks of a host stage and write in turns, to bound its host memory."""
         self.write_turns = max(self.mesh.all_gather_object(self.write_turn)) + 1
-        self.data_files = fingerprint_data(self.config.data) if self.mesh.layout_rank == 0 else {}
-        """Only the first rank writes the manifest of a checkpoint; that of a copy in memory is on every host."""
-        if self.config.checkpoint.memory_every:
-            self.data_files = self.mesh.broadcast_object(lambda: self.data_files, self.device)
+        try:
+            self._check_directory()
+        except BaseException:
+            self.close()
+            raise
 
     @cached_property
     def slice_table(self) -> checkpoint.ShardTable:
         """What every rank writes. Takes seconds to compute for thousands of ranks."""
-        return checkpoint.build_shard_table(self.blueprint, self.mesh.layout)
+        return checkpoint.build_shard_table(self.context.blueprint, self.mesh.layout)
 
     @property
     def required_bytes(self) -> int:
         """Size of a checkpoint over all ranks."""
         slack = SLACK_BYTES * (1 + self.mesh.layout.world_size)
-        return self.blueprint.parameter_count() * self.state_writer.bytes_per_weight + slack
+        return self.context.blueprint.parameter_count() * self.state_writer.bytes_per_weight + slack
 
-    def preflight(self) -> None:
+    def _check_directory(self) -> None:
         """Check before the first step that a checkpoint can be written."""
         failure: UserError | NotWritable | None = None
         if self.mesh.layout_rank == 0:
@@ -109,7 +95,7 @@ class Saver:
                 self.storage.mkdir()
                 if not isinstance(self.storage, LocalStorage):
                     self.claim = DirectoryClaim(self.storage, self.run, self.config)
-                if self.config.checkpoint.directory:  # again: another run may have begun since
+                if self.section.directory:  # again: another run may have begun since
                     check_owner(find_owner(self.storage), str(self.storage), self.config, [self.run.run_id])
                 checkpoint.remove_incomplete(self.storage)
                 with self.storage.write(PROBE_FILE) as file:
@@ -139,12 +125,12 @@ class Saver:
         return self.owners[step]
 
     def _is_own(self, step: int) -> bool:
-        unnamed = self.config.checkpoint.directory is None and self._owner(step) is None
+        unnamed = self.section.directory is None and self._owner(step) is None
         return unnamed or self._owner(step) == self.run.run_id
 
     def save_due(self, step: int) -> bool:
         """True if this step is to be saved."""
-        every = self.config.checkpoint.every
+        every = self.section.every
         return self.clock_due or bool(every and step % every == 0)
 
     def begin(self, step: int) -> None:
@@ -154,34 +140,26 @@ class Saver:
             self._wait()  # the previous save took longer than the interval between two saves
         save = self.current = self._new_save(step, started_at)
         # This all-reduce also keeps ranks from writing before rank 0 has created the directory.
-        if self._all_reduce_status(save.status).save_failed:
+        if self._all_reduce_flags(save).save_failed:
             self._abort(save)
             return
         for turn in range(self.write_turns):
             is_last = turn == self.write_turns - 1
             if self.write_turn == turn:
-                copies = self.state_writer.start_copy(save, capture_rng_state(self.device))
-                save.run_in_thread(partial(self._write_shard, save, copies))
+                save.write_in_thread(self.state_writer.start_copy(save, capture_rng_state(self.device)))
                 if not is_last:
                     save.join()
                     self.state_writer.release()
             if not is_last:
-                self._all_reduce_status(StepStatus())
+                self._all_reduce_flags()  # the next ranks of the host begin when the memory of these is free
         save.stall_s += time.monotonic() - started_at
-        if self.config.checkpoint.blocking:
+        if self.section.blocking:
             self._wait()
-
-    def metadata(self, step: int) -> dict[str, Any]:
-        """The content of a manifest that is known when a save starts."""
-        counters: dict[str, Any] = {"step": step, "consumed_samples": step * self.config.train.global_batch}
-        counters[FINGERPRINTS_KEY] = self.data_files
-        manifest = checkpoint.build_manifest(self.config, self.state_writer.dtypes, counters)
-        return manifest | owner_record(self.run, self.config)
 
     def _new_save(self, step: int, started_at: float) -> PendingSave:
         """A save with its directory, which rank 0 creates; it may have failed already."""
         self.last_save_time, self.last_saved_step, self.clock_due = time.monotonic(), step, False
-        save = PendingSave(step, self.storage / step_directory(step), self.metadata(step), started_at)
+        save = self.state_writer.new_save(self.storage, step, started_at)
         if self.mesh.layout_rank == 0:
             try:
                 self._prepare_directory(step)
@@ -206,7 +184,7 @@ class Saver:
                 if error := agreement.wait_for_all(f"turn {turn}", WRITE_TIMEOUT, save.error):
                     raise RunStopped(error)
                 if self.write_turn == turn:
-                    save.run_in_thread(partial(self._write_shard, save, self.state_writer.start_copy(save, rng)))
+                    save.write_in_thread(self.state_writer.start_copy(save, rng))
                     save.join()
         if not (error := agreement.wait_for_all("written", WRITE_TIMEOUT, save.error)) and is_leader:
             save.run_in_thread(partial(self._commit, save))
@@ -215,19 +193,33 @@ class Saver:
             raise RunStopped(error)
         self._report_saved(save)
 
-    def step_status(self, step: int) -> StepStatus:
-        """This rank's flags to send with `step`."""
-        self.last_step = step
-        save = self.reported[step] = self.current
-        minutes = self.config.checkpoint.every_minutes
-        due = bool(minutes) and self.mesh.layout_rank == 0 and time.monotonic() - self.last_save_time > 60 * minutes
-        return (save.status if save else StepStatus())._replace(save_due=float(due))
+    def flags(self, save: PendingSave) -> dict[str, float]:
+        return {
+            "shard_written": float(save.shard_written),
+            "committed": float(save.committed),
+            "save_failed": float(bool(save.error)),
+        }
 
-    def on_step_status(self, step: int, status: StepStatus) -> None:
-        """Handle the flags of `step` summed over all ranks."""
-        self.clock_due = self.clock_due or bool(status.save_due)
-        if (save := self.reported.pop(step, None)) and save is self.current:
-            self._advance(save, status)
+    def add_status(self, step: int, status: StepStatus) -> StepStatus:
+        self.last_step = step
+        minutes = self.section.every_minutes
+        due = bool(minutes) and self.mesh.layout_rank == 0 and time.monotonic() - self.last_save_time > 60 * minutes
+        return super().add_status(step, status)._replace(save_due=float(due))
+
+    def handle_status(self, step: int, status: HostStatus, logged: bool) -> None:
+        self.clock_due = self.clock_due or bool(status.flags.save_due)
+        super().handle_status(step, status, logged)
+
+    def complete_step(self, step: int) -> None:
+        if self.save_due(step):  # `finish` saves the last step
+            with self.spans("save"):
+                self.begin(step)
+
+    def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        trainer.last_checkpoint = record["checkpoint"]
+
+    def end_at_deadline(self, step: int) -> None:
+        self.close()
 
     def finish(self) -> None:
         """Save the last step unless that is done (a signal may come after the decision not to save it), and wait for
@@ -248,10 +240,9 @@ class Saver:
             save.join()
             save.stall_s += time.monotonic() - waiting_since
             waiting_since = time.monotonic()
-            self._advance(save, self._all_reduce_status(save.status))
+            self.advance(save, self._all_reduce_flags(save))
 
-    def _advance(self, save: PendingSave, status: StepStatus) -> None:
-        """Go to the next phase of a save once all ranks have completed the current one."""
+    def advance(self, save: PendingSave, status: StepStatus) -> None:
         if status.save_failed:
             save.join()
             self._abort(save)
@@ -269,18 +260,13 @@ class Saver:
         record = {"step": save.step, "checkpoint": str(save.storage), "checkpoint_seconds": seconds}
         self.on_saved({**record, "checkpoint_stall": save.stall_s, "checkpoint_bytes": save.total_bytes})
 
-    def _write_shard(self, save: PendingSave, wait_for_copies: Callable[[], None]) -> None:
-        self.state_writer.write(save, wait_for_copies)
-        save.shard_written = True
-
     def _commit(self, save: PendingSave) -> None:
-        manifest = {**save.metadata, "updates": int(save.update_count), "skipped": save.skip_counts.tolist()}
         if self.claim:
             self.claim.check()
-        save.total_bytes = checkpoint.commit(save.storage, self.slice_table, manifest, self.model_files)
+        save.total_bytes = checkpoint.commit(save.storage, self.slice_table, save.manifest, self.model_files)
         self.owners[save.step] = self.run.run_id
         try:
-            checkpoint.prune_checkpoints(self.storage, save.step, self.config.checkpoint.keep, self._is_own)
+            checkpoint.prune_checkpoints(self.storage, save.step, self.section.keep, self._is_own)
         except Exception as error:
             save.warning = f"old checkpoints in {self.storage} could not be removed: {error_line(error)}"
         save.committed = True
@@ -313,10 +299,12 @@ class Saver:
         self.current, self.last_saved_step = None, 0  # `finish` tries again
         self.failure = next(filter(None, self.mesh.all_gather_object(save.error)))
         text = f"checkpoint of step {save.step} was not written: {self.failure}"
-        if self.config.checkpoint.on_failure == "stop":
+        if self.section.on_failure == "stop":
             raise RunStopped(f"{text} (checkpoint.on_failure=stop)")
         logger.warning(text)
 
-    def _all_reduce_status(self, status: StepStatus) -> StepStatus:
+    def _all_reduce_flags(self, save: PendingSave | None = None) -> StepStatus:
+        """The flags of a save summed over all ranks, between two steps. Without a save, a barrier."""
+        status = StepStatus(**self.flags(save)) if save else StepStatus()
         flags = torch.tensor(status, dtype=torch.float32, device=self.device.torch_device)
         return StepStatus(*self.mesh.world.all_reduce_sum(flags).tolist())

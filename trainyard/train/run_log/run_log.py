@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,8 +16,10 @@ from trainyard.metrics.json_lines import JsonLinesWriter, as_number, repair_json
 from trainyard.metrics.loggers.base import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, LoggedRun
 from trainyard.metrics.loggers.process import LoggerProcess
 from trainyard.metrics.run_directory import RunDirectory
+from trainyard.train.callbacks import Part, TrainerView
 from trainyard.train.run_log.loss_spikes import LossSpikeDetector
 from trainyard.train.status import HostStatus
+from trainyard.train.step import StepResult
 
 CLOSE_TIMEOUT_S = 90.0
 """Seconds that the end of a run waits for its loggers."""
@@ -29,7 +31,7 @@ RERUN_EVENTS = ("loss_spike", "not_finite")
 logger = logging.getLogger(__name__)
 
 
-class RunLog:
+class RunLog(Part):
     """The log of a run on rank 0. Nothing it writes depends on the speed or failure of a logger."""
 
     def __init__(
@@ -38,27 +40,30 @@ class RunLog:
         config: Config,
         completed_steps: int,
         loader: BatchLoader,
-        on_event: Callable[[dict[str, Any]], None],
+        publish_event: Callable[[dict[str, Any]], None],
+        process: Mapping[str, Any],
     ) -> None:
         """A run that resumes after `completed_steps` drops what an earlier process wrote about later steps. `loader`
-        knows the samples of each step."""
+        knows the samples of each step. `process` is what the start event says about this process."""
         directory = run_directory.path
-        self.metrics, self.samples, self.events = (
+        self.metrics, self.text_samples, self.events = (
             JsonLinesWriter(directory / name) for name in (METRICS_FILE, SAMPLES_FILE, EVENTS_FILE)
         )
         self.continues = self.metrics.path.is_file()
         """True if an earlier process has written to the directory."""
         is_current = partial(_is_up_to, completed_steps)
         records = repair_json_lines(self.metrics.path, is_current)
-        samples = repair_json_lines(self.samples.path, is_current)
+        text_samples = repair_json_lines(self.text_samples.path, is_current)
         repair_json_lines(self.events.path, lambda event: event.get("event") not in RERUN_EVENTS or is_current(event))
-        self.last_sample_step: int = samples[-1]["step"] if samples else 0
+        self.last_text_sample_step: int = text_samples[-1]["step"] if text_samples else 0
         losses = [as_number(record["loss"]) for record in records if "loss" in record]
         self.spikes = LossSpikeDetector(loss for loss in losses if loss is not None)
         self.watched_step = completed_steps
         """The last step whose status was looked at."""
         self.last_step_skipped = False
-        self.loader, self.on_event = loader, on_event
+        self.last_status: HostStatus
+        """The status of the step whose record is being made."""
+        self.loader, self.publish_event, self.process = loader, publish_event, process
         plain_config = config.model_dump(mode="json")
         self.run = LoggedRun(directory, run_directory.run_id, plain_config, completed_steps, self.continues)
         self.logger_names = config.log.loggers
@@ -66,23 +71,39 @@ class RunLog:
         self.active = completed_steps < config.train.steps
         """False for a run that has nothing to do, which leaves its files as they are."""
 
-    def write(self, record: dict[str, Any]) -> None:
+    def begin_run(self, trainer: TrainerView) -> None:
+        if self.active:
+            host = {"host": socket.gethostname(), "pid": os.getpid()}
+            self._write_event(self.watched_step, "start", **host, **self.process)
+
+    def handle_status(self, step: int, status: HostStatus, logged: bool) -> None:
+        if not logged:  # the record of a logged step says more
+            self._watch(step, status)
+
+    def add_metrics(self, result: StepResult, record: dict[str, Any]) -> None:
+        self.last_status = result.read_status()
+
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        self._watch(record["step"], self.last_status, record.get("not_finite"))
+        self._write(record)
+
+    def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        self._write(record)
+
+    def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        self._write(record)
+
+    def on_samples(self, trainer: TrainerView, records: Sequence[dict[str, Any]]) -> None:
+        self.text_samples.write(*records)
+        self._submit("log_samples", records[0]["step"], list(records))
+
+    def _write(self, record: dict[str, Any]) -> None:
         """Append a record to metrics.jsonl."""
         stamped = {"step": record["step"], "time": _now(), **record}
         self.metrics.write(stamped)
         self._submit("log", record["step"], stamped)
 
-    def write_samples(self, records: Sequence[dict[str, Any]]) -> None:
-        """Append text samples of one step, one for each prompt."""
-        self.samples.write(*records)
-        self._submit("log_samples", records[0]["step"], list(records))
-
-    def start(self, ranks: int, device: str, resumed: bool) -> None:
-        process = {"host": socket.gethostname(), "pid": os.getpid()}
-        if self.active:
-            self._write_event(self.watched_step, "start", **process, ranks=ranks, device=device, resumed=resumed)
-
-    def watch(self, step: int, status: HostStatus, reason: str | None = None) -> None:
+    def _watch(self, step: int, status: HostStatus, reason: str | None = None) -> None:
         """Look at the status of a step, once, and write an event if its loss is a spike or it was skipped. `reason`
         says why it was skipped."""
         if step <= self.watched_step:
@@ -94,14 +115,14 @@ class RunLog:
             numbers = {"loss": status.loss, "expected": expected, "grad_norm": status.grad_norm}
             self._write_batch_event(step, "loss_spike", **numbers)
 
-    def end(self, step: int, error: BaseException | None, interrupted: bool) -> None:
+    def end_run(self, trainer: TrainerView, error: BaseException | None) -> None:
         """Write how the run ended, and close the files and loggers."""
-        outcome, details = "completed", {}
+        step, outcome, details = trainer.completed_steps, "completed", {}
         if isinstance(error, KeyboardInterrupt):
             outcome = "interrupted"
         elif error:
             outcome, details = "failed", {"error": error_text(error)}
-        elif interrupted:
+        elif trainer.should_stop():
             outcome = "interrupted"
         elif self.last_step_skipped:
             outcome, details = "failed", {"error": f"step {step}: the last step was skipped"}
@@ -111,13 +132,12 @@ class RunLog:
         self._close(outcome, CLOSE_TIMEOUT_S)
 
     def end_at_deadline(self, step: int) -> None:
-        """The process ends inside the step after `step`."""
         with suppress(OSError):
             self._write_event(step, "end", outcome="interrupted")
         self._close("interrupted", DEADLINE_CLOSE_TIMEOUT_S)
 
     def _close(self, outcome: str, timeout_s: float) -> None:
-        for file in (self.metrics, self.samples, self.events):
+        for file in (self.metrics, self.text_samples, self.events):
             file.close()
         if self.loggers:
             self.loggers.close(outcome, timeout_s)
@@ -130,7 +150,7 @@ class RunLog:
         event = {"step": step, "time": _now(), "event": kind, **details}
         self.events.write(event)
         self._submit("log_event", step, event)
-        self.on_event(event)
+        self.publish_event(event)
 
     def _submit(self, method: str, *arguments: Any) -> None:
         if not self.logger_names:
@@ -144,10 +164,10 @@ class RunLog:
         self.loggers.submit(method, *arguments)
 
 
-def lacks_samples(log: RunLog | None) -> bool:
+def lacks_text_samples(log: RunLog | None) -> bool:
     """On rank 0: True if the run continues in its directory after a signal that came before the text samples of its
     last step were complete."""
-    return log is not None and log.continues and log.last_sample_step < log.watched_step
+    return log is not None and log.continues and log.last_text_sample_step < log.watched_step
 
 
 def error_text(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from trainyard.config.schema import ProfileSection
 from trainyard.core.errors import UserError, one_line
 from trainyard.devices import Device
 from trainyard.metrics.kernel_profile import MEMORY_SUFFIX, TRACE_SUFFIX, profile_name
+from trainyard.train.callbacks import Part, TrainerView
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def check_profile_ranks(config: ProfileSection, ranks: int) -> None:
         raise UserError(f"profile.ranks={list(config.ranks)}: the last rank of the run is {last}; nearest: [{last}]")
 
 
-class StepProfiler:
+class StepProfiler(Part):
     """Profiles one rank. A file that cannot be written is a warning, not the end of the run."""
 
     def __init__(self, steps: Sequence[int], directory: Path, rank: int, device: Device) -> None:
@@ -46,7 +47,7 @@ class StepProfiler:
             return None
         return cls((first, last), run_directory / "profile", rank, device)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, logged: bool) -> None:
         """Start the trace before its first step."""
         if step == self.first:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise each trace prints two lines on stderr
@@ -58,10 +59,13 @@ class StepProfiler:
     def end_step(self, step: int) -> None:
         """Write the trace after its last step."""
         if step == self.last:
-            self.close()
+            self._write_trace()
 
-    def close(self) -> None:
-        """Write what was traced, also if the run ends before the last step."""
+    def end_run(self, trainer: TrainerView, error: BaseException | None) -> None:
+        """Write what was traced if the run ends before the last step."""
+        self._write_trace()
+
+    def _write_trace(self) -> None:
         profiler, self.profiler = self.profiler, None
         if not profiler:
             return

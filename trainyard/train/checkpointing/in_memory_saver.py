@@ -9,7 +9,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,62 +18,43 @@ import torch.distributed as dist
 
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import shard_name, step_directory
-from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import shortage_text
 from trainyard.core.world import World
-from trainyard.devices import Device
-from trainyard.families.blueprint import Blueprint
-from trainyard.parallel.mesh import Mesh
-from trainyard.remote.storage import LocalStorage
 from trainyard.train.checkpointing.memory_files import (
+    TIMEOUT,
     FileTransfer,
     host_identity,
     run_storage,
     transfer_files,
     write_manifest,
 )
-from trainyard.train.checkpointing.pending_save import PendingSave
 from trainyard.train.checkpointing.rng_state import capture_rng_state
-from trainyard.train.checkpointing.state_writer import StateWriter
-from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.checkpointing.saver import Saver
+from trainyard.train.checkpointing.state_writer import PendingSave, StateSaver, StateWriter
 from trainyard.train.status import StepStatus
 
 COPIES_PER_HOST = 4
 """Shards of each rank that its host holds at most: of two steps, its own and that of another host."""
-TIMEOUT = timedelta(minutes=30)
 logger = logging.getLogger(__name__)
 
 
-class MemoryCopies:
-    """Starts, tracks and removes the copies of a run. At most one is in progress."""
+class InMemorySaver(StateSaver):
+    """Starts, tracks and removes the copies of a run in host memory."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_id: str,
-        blueprint: Blueprint,
-        optimizer: Optimizer,
-        device: Device,
-        mesh: Mesh,
-        world: World,
-        make_metadata: Callable[[int], dict[str, Any]],
-        first_step: int,
-    ) -> None:
-        """`make_metadata` gives the content of the manifest of a step. A copy of `first_step`, from which this run may
-        have resumed, stays until there is a newer one; all others are removed."""
-        self.config, self.device, self.mesh, self.world = config, device, mesh, world
-        self.make_metadata = make_metadata
-        self.state_writer = StateWriter(blueprint, optimizer, device, mesh)
-        self.storage = run_storage(config.checkpoint.memory_directory, run_id)
+    def __init__(self, saver: Saver, state_writer: StateWriter, world: World, completed_steps: int) -> None:
+        """A copy of step `completed_steps`, from which this run may have resumed, stays until there is a newer one; all
+        others are removed. A step that `saver` saves is not copied as well."""
+        super().__init__(state_writer)
+        self.saver, self.spans, self.world = saver, saver.spans, world
+        self.section = state_writer.config.checkpoint
+        self.device, self.mesh = state_writer.context.device, state_writer.context.mesh
+        self.storage = run_storage(self.section.memory_directory, state_writer.run.run_id)
         self.successor, self.predecessor = self._neighbors()
         self.group: Any = None
         if self.successor != world.rank:
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        self.current: PendingSave | None = None
-        self.reported: dict[int, PendingSave | None] = {}
-        """The copy whose status this rank reported with a step, until the reduced status of that step is known."""
-        self._remove_except(first_step)
+        self._remove_except(completed_steps)
         self._check_space()
 
     def _neighbors(self) -> tuple[int, int]:
@@ -96,35 +76,25 @@ class MemoryCopies:
         need, free = COPIES_PER_HOST * shard * self.world.local_size, self.storage.free_bytes() or 0
         problem = ""
         if free < need:
-            where = self.config.checkpoint.memory_directory
+            where = self.section.memory_directory
             problem = f"{where}: copies of the state: {shortage_text(need, free)}"
         for line in self.mesh.all_gather_object(problem):
             if line:
-                raise UserError(f"checkpoint.memory_every={self.config.checkpoint.memory_every}: {line}")
+                raise UserError(f"checkpoint.memory_every={self.section.memory_every}: {line}")
 
-    def due(self, step: int) -> bool:
-        """True if a copy of this step is to be made. A copy in progress is not overtaken."""
-        return step % self.config.checkpoint.memory_every == 0 and self.current is None
-
-    def begin(self, step: int) -> None:
-        """Copy the state after `step`. All ranks call this after the same step."""
-        directory = self.storage / step_directory(step)
-        save = self.current = PendingSave(step, directory, self.make_metadata(step), time.monotonic())
-        copies = self.state_writer.start_copy(save, capture_rng_state(self.device))
-        save.run_in_thread(partial(self._store, save, directory, copies))
-
-    def add_status(self, step: int, status: StepStatus) -> StepStatus:
-        """Add this rank's flags to those that it sends with `step`."""
-        save = self.reported[step] = self.current
-        if not save:
-            return status
-        return status._replace(copy_stored=float(save.shard_written), copy_failed=float(bool(save.error)))
-
-    def on_step_status(self, step: int, status: StepStatus) -> None:
-        """Handle the flags of `step` summed over all ranks."""
-        save = self.reported.pop(step, None)
-        if not save or save is not self.current:
+    def complete_step(self, step: int) -> None:
+        """Copy the state after `step`, if that is due. All ranks decide alike. A copy in progress is not overtaken."""
+        if self.saver.save_due(step) or step % self.section.memory_every or self.current:
             return
+        with self.spans("save"):
+            save = self.current = self.state_writer.new_save(self.storage, step, time.monotonic())
+            write_shard = self.state_writer.start_copy(save, capture_rng_state(self.device))
+            save.write_in_thread(partial(self._store, save, write_shard))
+
+    def flags(self, save: PendingSave) -> dict[str, float]:
+        return {"copy_stored": float(save.shard_written), "copy_failed": float(bool(save.error))}
+
+    def advance(self, save: PendingSave, status: StepStatus) -> None:
         if status.copy_failed:
             save.join()
             self.current = None
@@ -143,14 +113,13 @@ class MemoryCopies:
         if self.mesh.local_rank == 0:
             shutil.rmtree(self.storage.path, ignore_errors=True)
 
-    def _store(self, save: PendingSave, directory: LocalStorage, wait_for_copies: Callable[[], None]) -> None:
+    def _store(self, save: PendingSave, write_shard: Callable[[], None]) -> None:
+        directory = self.storage / step_directory(save.step)
         directory.mkdir()
-        self.state_writer.write(save, wait_for_copies)
-        counters = {"updates": int(save.update_count), "skipped": save.skip_counts.tolist()}
-        write_manifest(directory, {**save.metadata, **counters, "world_size": self.world.size})
+        write_shard()
+        write_manifest(directory, {**save.manifest, "world_size": self.world.size})
         if self.group:
             self._exchange(directory.path)
-        save.shard_written = True
 
     def _exchange(self, directory: Path) -> None:
         """Send this rank's shard to the next host, and store one of the previous host."""

@@ -1,5 +1,7 @@
-"""The prompts of samples.prompts as tokens, and new tokens as text."""
+"""Text samples: every samples.every steps, the model continues the prompts of samples.prompts."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer as Fast
@@ -11,8 +13,13 @@ from trainyard.core.quantities import counted
 from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, document_end_id, load_tokenizer
 from trainyard.devices import Device
+from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.parallel.mesh import Mesh
+from trainyard.train.callbacks import Part, TrainerView
+from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.model_files import run_model_files
+from trainyard.train.run_log.run_log import RunLog, lacks_text_samples
+from trainyard.train.text_samples.generate import continue_prompts
 
 
 class TextPrompts:
@@ -28,7 +35,7 @@ class TextPrompts:
         self.tokens, self.end_id = mesh.broadcast_object(self._encode, device)
 
     def _encode(self) -> tuple[list[list[int]], int | None]:
-        self.tokenizer = sample_tokenizer(self.config, self.resumed)
+        self.tokenizer = prompt_tokenizer(self.config, self.resumed)
         return [self._encode_prompt(prompt) for prompt in self.config.samples.prompts], self.tokenizer.end_id
 
     def _encode_prompt(self, prompt: str) -> list[int]:
@@ -57,7 +64,7 @@ class TextPrompts:
         return text.removeprefix(before) if text.startswith(before) else self.tokenizer.decode(known)
 
 
-def sample_tokenizer(config: Config, resumed: Checkpoint | None) -> Tokenizer:
+def prompt_tokenizer(config: Config, resumed: Checkpoint | None) -> Tokenizer:
     """The tokenizer of samples.prompts: samples.tokenizer, that of the data section, or that of the checkpoint from
     which the run resumes or starts."""
     data, named = config.data, config.samples.tokenizer
@@ -77,3 +84,41 @@ def sample_tokenizer(config: Config, resumed: Checkpoint | None) -> Tokenizer:
             f"nearest: {tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+class TextSamples(Part):
+    """Makes the text samples of a run. All ranks take part; the first one decodes."""
+
+    def __init__(
+        self,
+        prompts: TextPrompts,
+        config: Config,
+        runner: MicroBatchRunner,
+        poll_stop: Callable[[], bool],
+        spans: SpanRecorder,
+        run_log: RunLog | None,
+    ) -> None:
+        """`poll_stop` is asked before every token, on all ranks. `run_log` is on the first rank."""
+        self.prompts, self.config, self.runner = prompts, config, runner
+        self.poll_stop, self.spans, self.run_log = poll_stop, spans, run_log
+
+    def begin_run(self, trainer: TrainerView) -> None:
+        """Make those that a signal prevented after the step from which the run resumes."""
+        mesh, device = self.runner.mesh, self.runner.device
+        if mesh.broadcast_object(partial(lacks_text_samples, self.run_log), device):
+            self._sample_if_due(trainer, trainer.completed_steps)
+
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        self._sample_if_due(trainer, record["step"])
+
+    def _sample_if_due(self, trainer: TrainerView, step: int) -> None:
+        is_due = step % self.config.samples.every == 0 or step == self.config.train.steps
+        if not is_due or trainer.should_stop():
+            return
+        with self.spans("samples"):
+            tokens, end_id = self.prompts.tokens, self.prompts.end_id
+            new_tokens = continue_prompts(self.runner, self.config, tokens, end_id, self.poll_stop)
+        if new_tokens is None:  # a signal; the resumed run samples again
+            return
+        make_records = partial(self.prompts.records, step, new_tokens)
+        trainer.notify("on_samples", self.runner.mesh.broadcast_object(make_records, self.runner.device))

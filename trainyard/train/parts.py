@@ -1,0 +1,198 @@
+"""The parts of a run, and their order.
+
+The trainer calls its parts and the user's callbacks as one list, and knows none of them. What a run does besides its
+steps is added here: a subclass of `Part`, a function that builds it, and a place in ORDER.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.core.world import World
+from trainyard.data.loading.fingerprint import Fingerprints
+from trainyard.data.loading.loader import BatchLoader
+from trainyard.metrics.run_directory import RunDirectory
+from trainyard.metrics.span_recorder import SpanRecorder
+from trainyard.parallel.rank_context import RankContext
+from trainyard.remote.storage import open_storage
+from trainyard.train.callbacks import Callback, P, Part, TrainerView
+from trainyard.train.checkpointing.data_check import fingerprint_data
+from trainyard.train.checkpointing.deadline_save import DeadlineSaver
+from trainyard.train.checkpointing.in_memory_saver import InMemorySaver
+from trainyard.train.checkpointing.rank_agreement import RankAgreement
+from trainyard.train.checkpointing.saver import Saver
+from trainyard.train.checkpointing.state_writer import StateWriter
+from trainyard.train.compile.compile_blocks import CompileCounter
+from trainyard.train.evaluate import Evaluation
+from trainyard.train.micro_batches.runner import MicroBatchRunner
+from trainyard.train.records import WeightCheck
+from trainyard.train.run_log.run_log import RunLog
+from trainyard.train.step import StepResult
+from trainyard.train.stragglers import StragglerMonitor
+from trainyard.train.text_samples.text_samples import TextPrompts, TextSamples
+from trainyard.train.timing.profiler import StepProfiler
+from trainyard.train.timing.run_spans import RunSpans
+
+
+class BuiltTrainer(TrainerView, Protocol):
+    """The Trainer as its parts are built from it: everything that a step needs exists."""
+
+    context: RankContext
+    world: World
+    loader: BatchLoader
+    runner: MicroBatchRunner
+    spans: SpanRecorder
+    run_directory: RunDirectory
+    model_files: dict[str, bytes]
+    resumed: Checkpoint | None
+    callbacks: list[Callback]
+    """While parts are built: those that exist."""
+    user_callbacks: list[Callback]
+    text_prompts: TextPrompts | None
+    stragglers: StragglerMonitor | None
+    compiles: bool
+
+    def poll_stop(self) -> bool: ...
+
+    @property
+    def parts(self) -> list[Part]: ...
+
+    def part(self, kind: type[P]) -> P | None:
+        """The part of this class; None if the run has none."""
+
+
+class CompileMetrics(Part):
+    """Adds the counts of compiled graphs to the records."""
+
+    def __init__(self, counter: CompileCounter) -> None:
+        self.counter = counter
+
+    def add_metrics(self, result: StepResult, record: dict[str, Any]) -> None:
+        record |= self.counter.new_counts()
+
+
+def _saver(trainer: BuiltTrainer) -> Sequence[Part]:
+    config, run, mesh = trainer.config, trainer.run_directory, trainer.context.mesh
+    if not config.checkpoint.saving_enabled:
+        return ()
+    # Only the first rank writes the manifest of a checkpoint; that of a copy in memory is on every host.
+    data_files: Fingerprints = fingerprint_data(config.data) if mesh.layout_rank == 0 else {}
+    if config.checkpoint.memory_every:
+        data_files = mesh.broadcast_object(lambda: data_files, trainer.context.device)
+    writer = StateWriter(config, run, trainer.context, trainer.optimizer, data_files)
+    storage = open_storage(config.checkpoint.directory or run.path / "checkpoints")
+    return (Saver(writer, storage, partial(trainer.notify, "on_checkpoint"), trainer.spans, trainer.model_files),)
+
+
+def _in_memory_saver(trainer: BuiltTrainer) -> Sequence[Part]:
+    saver = trainer.part(Saver)
+    if not saver or not trainer.config.checkpoint.memory_every:
+        return ()
+    writer = replace(saver.state_writer)  # with buffers of its own: both may copy at the same time
+    return (InMemorySaver(saver, writer, trainer.world, trainer.completed_steps),)
+
+
+def _run_log(trainer: BuiltTrainer) -> Sequence[Part]:
+    context = trainer.context
+    if context.mesh.layout_rank:
+        return ()
+    process = {"ranks": trainer.world.size, "device": context.device.describe(), "resumed": trainer.resumed is not None}
+    publish_event = partial(trainer.notify, "on_event")
+    return (
+        RunLog(trainer.run_directory, trainer.config, trainer.completed_steps, trainer.loader, publish_event, process),
+    )
+
+
+def _deadline_saver(trainer: BuiltTrainer) -> Sequence[Part]:
+    agreement = RankAgreement(trainer.context.mesh.store, trainer.world)
+    return (
+        DeadlineSaver(
+            trainer.config.checkpoint.stop_grace_s,
+            trainer.part(Saver),
+            trainer.context.device,
+            agreement,
+            trainer.completed_steps,
+            partial(_end_at_deadline, trainer),
+        ),
+    )
+
+
+def _end_at_deadline(trainer: BuiltTrainer) -> None:
+    """Before the process ends inside a step, in the thread of the deadline saver."""
+    for part in reversed(trainer.parts):
+        part.end_at_deadline(trainer.completed_steps)
+    trainer.notify("on_end")
+
+
+def _profiler(trainer: BuiltTrainer) -> Sequence[Part]:
+    section, path, next_step = trainer.config.profile, trainer.run_directory.path, trainer.completed_steps + 1
+    profiler = StepProfiler.create(section, path, trainer.world.rank, trainer.context.device, next_step)
+    return (profiler,) if profiler else ()
+
+
+def _spans(trainer: BuiltTrainer) -> Sequence[Part]:
+    path = trainer.run_directory.path
+    return (RunSpans(trainer.spans, trainer.config, path, trainer.context, trainer.completed_steps),)
+
+
+def _stragglers(trainer: BuiltTrainer) -> Sequence[Part]:
+    return (trainer.stragglers,) if trainer.stragglers else ()  # made with the step, whose waits pause its stopwatch
+
+
+def _compile_counts(trainer: BuiltTrainer) -> Sequence[Part]:
+    return (CompileMetrics(CompileCounter(trainer.context.mesh)),) if trainer.compiles else ()
+
+
+def _evaluation(trainer: BuiltTrainer) -> Sequence[Part]:
+    every, last_step = trainer.config.evaluate.every, trainer.config.train.steps
+    return (Evaluation(every, last_step, trainer.spans),) if every else ()
+
+
+def _text_samples(trainer: BuiltTrainer) -> Sequence[Part]:
+    if not trainer.text_prompts:
+        return ()
+    run_log = trainer.part(RunLog)
+    prompts, poll_stop = trainer.text_prompts, trainer.poll_stop
+    return (TextSamples(prompts, trainer.config, trainer.runner, poll_stop, trainer.spans, run_log),)
+
+
+ORDER: tuple[Callable[[BuiltTrainer], Sequence[Callback]], ...] = (
+    # Savers first: a failed save is reported with a collective, in this order on all ranks; and a run that cannot save
+    # is refused before the log of an earlier process is touched. At the end of a step, in reverse order, the copy in
+    # memory comes first, and asks whether a checkpoint follows, which replaces it.
+    _saver,
+    _in_memory_saver,
+    # Before the user's callbacks, so that a record is in the log when one of them fails.
+    _run_log,
+    # Before the deadline saver, which counts an update as started when its gradients are ready: callbacks still see
+    # them while the update can be held.
+    lambda trainer: trainer.user_callbacks,
+    # Around the work of a step: it begins before all else, and its step ends when logging has, before a save starts.
+    _deadline_saver,
+    # Around the spans, which would otherwise contain the start of a trace and the time to write it.
+    _profiler,
+    _spans,
+    # Last of those that begin a step: the stopwatch sees only this rank's own work.
+    _stragglers,
+    _compile_counts,
+    # After a record is logged: weights that are not finite are neither evaluated nor saved.
+    lambda trainer: (WeightCheck(),),
+    _evaluation,
+    _text_samples,
+)
+"""Builds each part, or none if the run does without, after everything before it in the list exists."""
+
+
+def build_parts(trainer: BuiltTrainer) -> ExitStack:
+    """Build the callbacks of a run in ORDER, on all ranks together. Returns the context that closes the parts."""
+    trainer.callbacks = []
+    with ExitStack() as stack:
+        for build in ORDER:
+            for callback in build(trainer):
+                trainer.callbacks.append(callback)
+                if isinstance(callback, Part):
+                    stack.callback(callback.close)
+        return stack.pop_all()

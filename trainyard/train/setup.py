@@ -1,0 +1,138 @@
+"""Everything that a step needs, built from a configuration on one rank.
+
+Dry runs, audits and comparisons of layouts use it as a run does: the trainer adds nothing to a step.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainyard import devices, models
+from trainyard.config.schema import Config
+from trainyard.core.world import World
+from trainyard.metrics.loggers.build import check_loggers
+from trainyard.metrics.run_directory import RunDirectory
+from trainyard.metrics.span_recorder import SpanRecorder
+from trainyard.parallel.layout import Layout
+from trainyard.parallel.mesh import Mesh
+from trainyard.train import build
+from trainyard.train.callbacks import Callback, P, Part, build_callbacks
+from trainyard.train.checkpointing.config_check import check_compatible
+from trainyard.train.checkpointing.resume import find_resume_point, restore
+from trainyard.train.compile.compile_blocks import make_compile_fn
+from trainyard.train.decisions import packs_batches
+from trainyard.train.evaluate import Metric
+from trainyard.train.losses import LossFunction
+from trainyard.train.micro_batches.runner import MicroBatchRunner
+from trainyard.train.micro_batches.split import rank_samples
+from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.shutdown import StopSignal
+from trainyard.train.step import TrainStep
+from trainyard.train.stragglers import StragglerMonitor
+from trainyard.train.text_samples.text_samples import TextPrompts
+
+logger = logging.getLogger(__name__)
+
+
+class TrainSetup:
+    """One rank before its first step: model, optimizer and data, and the state of the run."""
+
+    def __init__(
+        self,
+        config: Config,
+        loss: LossFunction | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+        callbacks: Iterable[Callback] = (),
+        weights: models.ParameterValues | None = None,
+        device: devices.Device | None = None,
+        preflight: Callable[[Config, Layout, devices.Device], None] = lambda config, layout, device: None,
+        world: World | None = None,
+        run_directory: Path | None = None,
+    ) -> None:
+        """`loss` and each metric take (output, batch) and return (sum, count); `evaluate` takes the trainer and returns
+        named numbers. `weights` gives the full initial parameters. `device` replaces the one of config.device.name, for
+        dry runs. `preflight` is called when the device is ready and before any memory is allocated. `world` defaults
+        to that of the environment. `run_directory` is an existing one to train in, from its latest checkpoint."""
+        self.config = config
+        self.user_callbacks = build_callbacks(callbacks, config.train.callbacks)
+        self.callbacks: list[Callback] = self.user_callbacks
+        """In the order in which they are called; `run` adds the parts."""
+        self.world = world = world or World.from_environment()
+        build.check_config(config, world)  # reports a mistake before anything is built
+        self.layout = layout = Layout.from_config(config, world.size)
+        self.device = device = build.build_device(config, world, device)
+        preflight(config, layout, device)
+        self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
+        if config.log.loggers:
+            mesh.broadcast_object(partial(check_loggers, config.log.loggers), device)
+        self.continued_run, self.resumed, self.lost_run = find_resume_point(config, mesh, device, run_directory)
+        """`resumed` is the checkpoint that the run continues."""
+        self.directory = self.continued_run.path if self.continued_run else None
+        if self.resumed:
+            check_compatible(self.resumed, config, mesh, device)
+        self.text_prompts = TextPrompts(config, mesh, device, self.resumed) if config.samples.every else None
+        compile_fn = make_compile_fn(config.compile, device, world.local_rank)
+        self.compiles = compile_fn is not None
+        self.context = context = build.build_rank_context(config, device, mesh)
+        self.blueprint = context.blueprint
+        self.loss_fn = build.build_loss(config, loss, context, compile_fn)
+        self.metrics = build.build_metrics(config, metrics, self.loss_fn)
+        self.evaluation_fn = build.build_evaluation(config, evaluate)
+        needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
+        self.loader, self.validation_loaders = build.build_loaders(config, needs_validation)
+        """`validation_loaders` by name; "" are the samples held out from the training data."""
+        build.check_data_versions(config, needs_validation, mesh)
+        logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
+        self.models = build.build_stages(config, context)
+        """This rank's pipeline stages; without a pipeline, the full model alone."""
+        values = build.initial_parameters(config, context, self.resumed is not None, weights)
+        self.stragglers = StragglerMonitor.create(mesh, device, config.layout.zero)
+        stopwatch = self.stragglers.stopwatch if self.stragglers else None
+        self.spans = SpanRecorder()
+        waiting = self.spans.waiting(stopwatch, world.size)
+        self.optimizer = Optimizer(
+            self.models, self.blueprint, values, config, device, mesh, context.kernels, compile_fn, waiting
+        )
+        padding_free = packs_batches(config, layout, context.kernels.has_varlen_attention)
+        build.wrap_blocks(config, self.models, context, compile_fn, padding_free)
+        self.runner = MicroBatchRunner(self.models, config, device, mesh, padding_free, self.spans)
+        on_gradients_ready = partial(self.notify, "on_gradients_ready")
+        self.train_step = TrainStep(
+            self.runner, self.loss_fn, self.optimizer, config.train.seed, on_gradients_ready, stopwatch, waiting
+        )
+        self.batch_slice = rank_samples(config.train.global_batch, layout.dp, mesh.coords["dp"])
+        """This rank's samples of each global batch."""
+        self.throughput = build.build_throughput_meter(config, context, self.optimizer.state.compute_dtype)
+        self.run_directory: RunDirectory
+        self.model_files: dict[str, bytes] = {}
+        """On the first rank, the files of the tokenizer."""
+        self.last_checkpoint: str | None = None
+        self.stop_signal = StopSignal()
+        self.stop_requested = False
+        """True once any rank was asked to stop, known to all ranks."""
+        self.last_record: dict[str, Any] = {}
+        self.losses: list[float] = []
+        """Of the logged steps."""
+        self.last_evaluation: dict[str, float] = {}
+        self.completed_steps = restore(self.resumed, self.optimizer, context) if self.resumed else 0
+
+    @property
+    def model(self) -> models.TransformerStage:
+        """The full model, or this rank's first pipeline stage."""
+        return self.models[0]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [callback for callback in self.callbacks if isinstance(callback, Part)]
+
+    def part(self, kind: type[P]) -> P | None:
+        """The part of this class; None if the run has none."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    def notify(self, event: str, *arguments: Any) -> None:
+        """Call the method `event` of every callback, in their order."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)
