@@ -1,4 +1,4 @@
-"""`trainyard new`: write a short configuration file for the user's data, model size and hardware."""
+"""`trainyard new`: Write a configuration file for your data, model size and hardware."""
 
 import re
 import sys

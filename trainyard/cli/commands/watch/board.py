@@ -1,4 +1,4 @@
-"""`trainyard board`: start TensorBoard for runs."""
+"""`trainyard board`: Start TensorBoard for runs."""
 
 import logging
 import tempfile
