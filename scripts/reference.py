@@ -102,7 +102,14 @@ API_PAGES: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "extending": (
         "Extend a training",
         "Base classes for code of your own; [customize](../../guides/customize.md) shows each in use.",
-        (trainyard.Callback, trainyard.Logger, trainyard.Dataset, trainyard.UpdateRule),
+        (
+            trainyard.Callback,
+            trainyard.Logger,
+            trainyard.Dataset,
+            trainyard.DataSource,
+            trainyard.Loss,
+            trainyard.UpdateRule,
+        ),
     ),
     "families": (
         "Define a model family",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainyard.checkpoint.registry import read_model_files
-from trainyard.data.loading.build import tokenizer_spec
+from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.data_sets import DataOptions, open_data

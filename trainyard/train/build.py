@@ -4,6 +4,7 @@ The order is fixed: build the stages (split over tp and pp), create the optimize
 recompute, compile. The last two replace only `forward`, so hooks around a block stay outside.
 """
 
+import inspect
 import logging
 from collections.abc import Mapping
 
@@ -35,8 +36,7 @@ from trainyard.train.compile.compile_blocks import CompileFn, compile_model
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric
-from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
-from trainyard.train.user_functions import user_function
+from trainyard.train.loss import Loss, LossFunction, UserLoss, make_loss
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +57,15 @@ def build_loss(
     compile_fn: CompileFn | None,
     device: devices.Device,
 ) -> Loss:
-    """The user's loss (an argument, or config.train.loss), or the loss of the model family."""
-    if function := user_function(user_loss, config.train.loss, "train.loss"):
+    """The user's loss (an argument, or what config.train.loss names), or the loss of the model family."""
+    named = config.train.loss or models.family_of(config.model).loss
+    function = user_loss or (import_function(named, "train.loss", or_subclass_of=Loss) if is_user_path(named) else None)
+    if function and not inspect.isclass(function):
         return UserLoss(function)
     fp8 = fp8_layers(config)
     head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
     head_loss = make_head_loss(kernels, compile_fn, head_recipe, device.max_logits_bytes)
-    return make_loss(models.family_of(config.model), head_loss)
+    return make_loss(named, head_loss)
 
 
 def check_export(config: Config) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainyard.models import Batch, ModelOutput
-from trainyard.train.losses import Loss
+from trainyard.train.loss import Loss
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.step import LossAccumulator, mean_loss
 from trainyard.train.user_functions import check_sum_and_count

@@ -8,7 +8,7 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.checkpoint.registry import find_tokenizer_files, latest_checkpoint
 from trainyard.config.schema import Config
-from trainyard.data.loading.build import tokenizer_spec
+from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
 from trainyard.remote.local_copies import is_remote_model, local_tokenizer
 

@@ -40,14 +40,14 @@ from trainyard.train.checkpointing.saver import Saver
 from trainyard.train.compile.compile_blocks import CompileCounter, make_compile_fn
 from trainyard.train.decisions import packs_batches
 from trainyard.train.evaluate import Metric, evaluate
-from trainyard.train.losses import LossFunction
+from trainyard.train.loss import LossFunction
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.model_files import run_model_files
 from trainyard.train.optim.gather_full import gather_full_parameter
+from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import check_schedule, learning_rate
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.optim.rules.user_rule import load_update_rule
 from trainyard.train.records import RunSummary, check_weights, step_record, too_many_skipped
 from trainyard.train.run_log.run_log import RunLog, lacks_samples
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector

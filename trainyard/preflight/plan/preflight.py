@@ -14,9 +14,6 @@ from trainyard.models import family_of
 from trainyard.preflight.plan.group_rules import PlanProblem, group_problems
 from trainyard.preflight.plan.report import ConfigChange, Plan
 
-COUNTABLE_SOURCES = ("tokens", "arrow", "hdf5")
-"""Data sources whose samples can be counted without reading them all."""
-
 
 def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
     """`fixes` are changes that fit in memory."""
@@ -87,7 +84,7 @@ def _host_memory_problems(plan: Plan) -> Iterator[PlanProblem]:
 
 def _data_problems(config: Config) -> Iterator[PlanProblem]:
     """Repetitions of the training data, if the files are on this machine."""
-    if config.data.source not in COUNTABLE_SOURCES:
+    if not config.data.has_flag("is_countable"):
         return
     try:
         samples = len(build_datasets(config).train)

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError, one_line
-from trainyard.metrics.loggers.tensorboard_logger import DIRECTORY
+from trainyard.metrics.loggers.builtin.tensorboard import DIRECTORY
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 6006

@@ -29,7 +29,7 @@ from trainyard.preflight.plan.trace.micro_batch import MicroBatchShape
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS, PartRecorder
 from trainyard.preflight.plan.trace.traced_collectives import traced_group
 from trainyard.train.cross_entropy import make_head_loss
-from trainyard.train.losses import make_loss
+from trainyard.train.loss import make_loss
 from trainyard.train.optim.flat_state import DTYPES
 from trainyard.train.optim.gradient_sync import accumulate_into
 
@@ -149,7 +149,7 @@ class StageRun:
             self.recorder.enter(LOSS)
             return cast(partial[Tensor], head_loss)(output, labels, max_chunks=self.traced_chunks)
 
-        terms = make_loss(family_of(self.stage.model), traced_head_loss).terms(output, self.batch)
+        terms = make_loss(family_of(self.stage.model).loss, traced_head_loss).terms(output, self.batch)
         return torch.stack([total for total, _ in terms.values()]).sum()
 
     def _enter(self, layer: str) -> None:
