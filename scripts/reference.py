@@ -14,7 +14,7 @@ from typing import Any
 
 import trainyard
 from trainyard.cli.commands.convert_nxd import build_parser
-from trainyard.cli.main import COMMAND_HELP, load_command
+from trainyard.cli.main import COMMANDS, load_command
 from trainyard.config.schema_docs import schema_keys
 from trainyard.core.section import Section
 from trainyard.families import Blueprint, ModelConfig, ParamSpec
@@ -44,8 +44,8 @@ def keys_page() -> str:
 def cli_page() -> str:
     """Every command with its help text and options."""
     lines = ["# Command line", "", NOTE, "| command | |", "|---|---|"]
-    lines += [f"| [`trainyard {name}`](#trainyard-{name}) | {text} |" for name, text in COMMAND_HELP.items()]
-    for name in COMMAND_HELP:
+    lines += [f"| [`trainyard {name}`](#trainyard-{name}) | {text} |" for name, (text, _) in COMMANDS.items()]
+    for name in COMMANDS:
         command = load_command(name)
         lines += ["", f"## trainyard {name}", ""]
         if name == "convert-nxd":
@@ -102,7 +102,14 @@ API_PAGES: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "extending": (
         "Extend a training",
         "Base classes for code of your own; [customize](../../guides/customize.md) shows each in use.",
-        (trainyard.Callback, trainyard.Logger, trainyard.Dataset, trainyard.UpdateRule),
+        (
+            trainyard.Callback,
+            trainyard.Logger,
+            trainyard.Dataset,
+            trainyard.DataSource,
+            trainyard.Loss,
+            trainyard.UpdateRule,
+        ),
     ),
     "families": (
         "Define a model family",

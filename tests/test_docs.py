@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from trainyard.cli.commands.convert_nxd import build_parser
-from trainyard.cli.main import COMMAND_HELP, load_command
+from trainyard.cli.main import COMMANDS, load_command
 from trainyard.config.schema_docs import schema_keys
 from trainyard.importers.key_table import KeyRule
 from trainyard.importers.megatron.keys import MEGATRON_FLAGS
@@ -235,7 +235,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         words = _words(line)
         if words[1:] in (["--version"], ["--help"], ["--install-completion"]) or len(words) == 1 or words[1].isupper():
             continue
-        assert words[1] in COMMAND_HELP, line
+        assert words[1] in COMMANDS, line
         options = _options(words[1], words[2] if len(words) > 2 else "")
         for word in words[2:]:
             if word == "--":  # what follows belongs to Megatron-LM

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from trainyard.config.schema import Config
 from trainyard.families import ModelConfig, all_families
-from trainyard.families.registry import BUILT_IN
+from trainyard.families.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trainyard"
@@ -157,12 +157,12 @@ def test_families_are_named_in_their_own_files_only() -> None:
     classes = {family.config_class.__name__ for family in all_families().values()}
     allowed = ("families/", "importers/", "cli/commands/data/", "prepare/bert_files.py")
     for file in FILES:
-        own = {f"models/{name}.py" for name in BUILT_IN}
+        own = {f"models/{name}.py" for name in FAMILIES.built_in}
         if file.name.startswith(allowed) or file.name in own:
             continue
         literals = {node.value for node in ast.walk(file.tree) if isinstance(node, ast.Constant)}
         names = {node.id for node in ast.walk(file.tree) if isinstance(node, ast.Name)}
-        assert not literals & {*BUILT_IN}, f"{file.name} names a family"
+        assert not literals & {*FAMILIES.built_in}, f"{file.name} names a family"
         assert not names & classes, f"{file.name} names the configuration of a family"
 
 
@@ -180,7 +180,7 @@ def test_folders_and_files_stay_small_and_have_telling_names() -> None:
         modules = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
         vague = [name for name in modules if name in VAGUE_FILE_NAMES or re.fullmatch(r"[a-z]+ed", name)]
         assert not vague, f"{folder.name}: {vague}"
-    for name in BUILT_IN:
+    for name in FAMILIES.built_in:
         for path in (PACKAGE / "families" / "builtin" / f"{name}.py", PACKAGE / "models" / f"{name}.py"):
             assert not path.exists() or len(path.read_text().splitlines()) <= MAX_MODEL_LINES, path
 

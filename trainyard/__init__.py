@@ -12,20 +12,24 @@ if TYPE_CHECKING:
     from trainyard.config.load import load
     from trainyard.config.schema import Config
     from trainyard.data.loading.dataset import Dataset
+    from trainyard.data.source import DataSource
     from trainyard.families.family import Family
     from trainyard.families.hf_config import from_hf
     from trainyard.metrics.loggers.base import Logger
     from trainyard.train.callbacks import Callback
-    from trainyard.train.optim.rules.user_rule import UpdateRule
+    from trainyard.train.loss import Loss
+    from trainyard.train.optim.update_rule import UpdateRule
     from trainyard.train.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "Config",
+    "DataSource",
     "Dataset",
     "Family",
     "Logger",
+    "Loss",
     "Trainer",
     "UpdateRule",
     "from_hf",
@@ -36,11 +40,13 @@ __all__ = [
 _EXPORTS = {
     "Config": "trainyard.config.schema",
     "Callback": "trainyard.train.callbacks",
+    "DataSource": "trainyard.data.source",
     "Dataset": "trainyard.data.loading.dataset",
     "Family": "trainyard.families.family",
     "Logger": "trainyard.metrics.loggers.base",
+    "Loss": "trainyard.train.loss",
     "Trainer": "trainyard.train.trainer",
-    "UpdateRule": "trainyard.train.optim.rules.user_rule",
+    "UpdateRule": "trainyard.train.optim.update_rule",
     "from_hf": "trainyard.families.hf_config",
     "load": "trainyard.config.load",
     "load_model": "trainyard.checkpoint.formats.hf",

@@ -16,7 +16,7 @@ import pytest
 from tests.cli.conftest import Call, fail
 from tests.support.forkserver import ForkServer
 from trainyard.metrics.loggers.base import LoggedRun
-from trainyard.metrics.loggers.tensorboard_logger import TensorBoardLogger
+from trainyard.metrics.loggers.builtin.tensorboard import TensorBoardLogger
 
 DEADLINE_S = 60.0
 

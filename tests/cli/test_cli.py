@@ -16,7 +16,7 @@ import trainyard
 from tests.cli.conftest import Call, succeed
 from tests.support.forkserver import ForkServer
 from trainyard.cli.commands.train import DEFAULT_RECIPE
-from trainyard.cli.main import COMMAND_HELP, load_command
+from trainyard.cli.main import COMMANDS, load_command
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
 from trainyard.parallel.layout import Layout
@@ -241,14 +241,14 @@ def test_help_lists_all_commands_in_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = call(*arguments)
     assert code == 0
-    for name, text in COMMAND_HELP.items():
+    for name, (text, _) in COMMANDS.items():
         assert name in out
         assert text in " ".join(out.replace("│", " ").split())
     assert max(map(len, out.splitlines())) <= 80
     assert not re.search(TYPE_OF_PYTHON, out), out
 
 
-@pytest.mark.parametrize("name", [name for name in COMMAND_HELP if name != "convert-nxd"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "convert-nxd"])
 def test_help_of_a_command_has_examples_that_fit_80_columns(
     name: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

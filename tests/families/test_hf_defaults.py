@@ -18,7 +18,7 @@ from trainyard.core.errors import UserError
 from trainyard.families import Family, ModelConfig, find_family
 from trainyard.families.hf_config import from_hf
 from trainyard.families.hf_format import REQUIRED
-from trainyard.families.registry import BUILT_IN
+from trainyard.families.registry import FAMILIES
 
 DECODER = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-3}
 DECODER |= {"rope_theta": 500.0, "max_position_embeddings": 80, "initializer_range": 0.5, "tie_word_embeddings": True}
@@ -67,7 +67,7 @@ def values_read(section: ModelConfig, keys: Any) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", sorted(FAMILIES.built_in))
 def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
     """Each key is left out in turn. Without a size that has no default here, the file is refused by its name."""
     family, data = find_family(name), {"model_type": find_family(name).hf.model_type, **FILES[name]}
@@ -93,7 +93,7 @@ SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
 LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", sorted(FAMILIES.built_in))
 def test_logits_of_a_file_with_sizes_only(name: str, tmp_path: Path) -> None:
     """transformers builds the model from a config.json without any key that has a default; so does the package."""
     family = find_family(name)

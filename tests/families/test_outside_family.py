@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ from trainyard.config.load import parse
 from trainyard.core.errors import UserError
 from trainyard.families import Family, ParamSpec, find_family, registry
 from trainyard.families.hf_config import from_hf, to_hf
-from trainyard.train.losses import CausalLoss
+from trainyard.train.losses.causal_lm import CausalLoss
 from trainyard.train.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gemma"
@@ -47,8 +48,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def as_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if an installed package had the entry point gemma = "gemma:FAMILY"."""
-    entry = registry.metadata.EntryPoint("gemma", NAME, registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: [entry])
+    entry = metadata.EntryPoint("gemma", NAME, registry.FAMILIES.group)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
     registry.all_families.cache_clear()
 
 

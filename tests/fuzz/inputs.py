@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.fuzzer import Fuzzer
 from tests.support.file_damage import EDITS, mutate
-from trainyard.cli.main import COMMAND_HELP, load_command
+from trainyard.cli.main import COMMANDS as ALL_COMMANDS
+from trainyard.cli.main import load_command
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
 from trainyard.config.schema_docs import schema_keys, without_tags
@@ -246,7 +247,7 @@ def special_files(directory: Path) -> list[Path]:
     return [path for path in sorted(root.iterdir()) if not stat.S_ISFIFO(os.lstat(path).st_mode)]
 
 
-COMMANDS = [name for name in COMMAND_HELP if name != "supervise"]  # inside a job only
+COMMANDS = [name for name in ALL_COMMANDS if name != "supervise"]  # inside a job only
 
 
 def run_command(fuzzer: Fuzzer, data: st.DataObject, command: str) -> None:

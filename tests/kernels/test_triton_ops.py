@@ -19,7 +19,7 @@ from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.models.output import ModelOutput
 from trainyard.train.cross_entropy import torch_chunk_loss
 from trainyard.train.optim.gradient_sync import accumulate_into
-from trainyard.train.optim.rules.adamw import adamw_, adamw_stochastic_rounding_
+from trainyard.train.optim.updates.adamw import adamw_, adamw_stochastic_rounding_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}

@@ -21,11 +21,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.support import configs
 from tests.support.logs import captured_log
 from trainyard import Callback, Trainer
-from trainyard.config.schema import LOGGER_NAMES, Config
+from trainyard.config.registries import LOGGERS
+from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.metrics.loggers.base import LoggedRun
-from trainyard.metrics.loggers.build import BUILTIN
-from trainyard.metrics.loggers.tensorboard_logger import TensorBoardLogger
+from trainyard.metrics.loggers.base import LoggedRun, Logger
+from trainyard.metrics.loggers.build import logger_class
+from trainyard.metrics.loggers.builtin.tensorboard import TensorBoardLogger
 from trainyard.train.callbacks import TrainerView
 from trainyard.train.run_log import run_log
 
@@ -158,7 +159,7 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in offline_environment(directory).items():
             patch.setenv(name, value)
-        config = configure(directory, *LOGGER_NAMES, **SECTIONS)
+        config = configure(directory, *LOGGERS.built_in, **SECTIONS)
         killed = multiprocessing.get_context("fork").Process(
             target=lambda: Trainer(config, callbacks=[Kill(directory / "pid")]).run()
         )
@@ -176,7 +177,8 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_names_of_loggers_have_classes() -> None:
-    assert tuple(BUILTIN) == LOGGER_NAMES
+    assert LOGGERS.built_in == ("tensorboard", "wandb", "mlflow")
+    assert all(issubclass(logger_class(name), Logger) for name in LOGGERS.built_in)
 
 
 def test_files_of_a_killed_and_resumed_run_have_each_step_once(resumed_run: Path) -> None:
@@ -267,7 +269,7 @@ def test_a_logger_that_is_added_later_gets_the_steps_before(tmp_path: Path, monk
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.chdir(tmp_path)
     train(configure(tmp_path, **{**SECTIONS, "train": {"steps": 5}}))
-    directory, warnings = train(configure(tmp_path, *LOGGER_NAMES, **SECTIONS))
+    directory, warnings = train(configure(tmp_path, *LOGGERS.built_in, **SECTIONS))
     assert warnings == []
     steps = [*range(1, STEPS + 1)]
     assert [row["_step"] for row in wandb_history(directory) if "train/loss" in row] == steps

@@ -17,7 +17,8 @@ from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
-from trainyard.train.losses import BertLoss, CausalLoss
+from trainyard.train.losses.bert_pretraining import BertLoss
+from trainyard.train.losses.causal_lm import CausalLoss
 
 
 def model_from_hf(hf: nn.Module, hf_config: dict[str, Any], **changes: Any) -> tuple[Any, nn.Module]:

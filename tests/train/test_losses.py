@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_iter
 from tests.support import configs
 from trainyard.core.errors import UserError
 from trainyard.models.output import ModelOutput
-from trainyard.train import decisions, losses
+from trainyard.train import decisions
 from trainyard.train.cross_entropy import chunked_cross_entropy
+from trainyard.train.losses.causal_lm import CausalLoss
 from trainyard.train.user_functions import check_sum_and_count
 
 
@@ -121,7 +122,7 @@ def test_loss_does_not_depend_on_the_micro_batch_size() -> None:
     labels = torch.randint(0, 260, (4, 16), dtype=torch.int32)
     labels[0, 1:] = -100
     labels[1, 4:] = -100
-    loss = losses.CausalLoss()
+    loss = CausalLoss()
 
     def terms(rows: slice):
         batch = {"tokens": tokens[rows], "labels": labels[rows]}

@@ -8,7 +8,7 @@ from tests.support import configs
 from tests.train.test_optimizers import gradient, make_optimizer, master, set_gradients, update, weights
 from trainyard import models
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.optim.rules.muon import newton_schulz
+from trainyard.train.optim.updates.muon import newton_schulz
 
 
 def muon_matrices(optimizer: Optimizer, blueprint: models.Blueprint) -> dict[str, tuple[str, slice]]:
@@ -16,7 +16,7 @@ def muon_matrices(optimizer: Optimizer, blueprint: models.Blueprint) -> dict[str
     matrices = {}
     for name in optimizer.state.names:
         start = 0
-        for piece in blueprint.local_slices(name) if not optimizer.state.has_second_moment(name) else ():
+        for piece in blueprint.local_slices(name) if not optimizer.state.has(name, "exp_avg_sq") else ():
             matrices[piece.name] = (name, slice(start, start + piece.sizes[0]))
             start += piece.sizes[0]
     return matrices
@@ -38,7 +38,7 @@ def test_muon_equals_torch(family: str, lr_adjust: str, nesterov: bool) -> None:
     others = {
         name: nn.Parameter(value)
         for name, value in weights(optimizer).items()
-        if optimizer.state.has_second_moment(name)
+        if optimizer.state.has(name, "exp_avg_sq")
     }
     decayed = [p for p in others.values() if p.ndim > 1]
     plain = [p for p in others.values() if p.ndim == 1]
@@ -77,6 +77,6 @@ def test_muon_keeps_no_second_moment_of_matrices() -> None:
     _, optimizer = make_optimizer(rule="muon")
     state = optimizer.state
     assert state.exp_avg.numel() == state.flat.shard_size
-    others = [name for name in state.names if state.has_second_moment(name)]
+    others = [name for name in state.names if state.has(name, "exp_avg_sq")]
     assert others == ["embedding.weight", "output.weight", *(name for name in others if "norm" in name)]
     assert state.exp_avg_sq.numel() == state.flat.shard_undecayed_end < state.flat.shard_size

@@ -16,6 +16,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
 from trainyard.train.optim.flat_state import FlatState
+from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.optim.stochastic_rounding import rounding_ranges
@@ -178,7 +179,7 @@ def test_rounding_covers_every_row_of_a_shard_and_nothing_of_an_empty_one() -> N
     blueprint = models.family_of(config.model).blueprint(config.model)
     shapes = {name: blueprint.local_shape(name) for name in blueprint.parameter_names()}
     mesh = Mesh(Layout(dp=4), 3, dp_cp=Group((0, 1, 2, 3), 3))
-    state = FlatState(shapes, blueprint, config, mesh, torch.device("cpu"))
+    state = FlatState(shapes, blueprint, config, mesh, torch.device("cpu"), load_update_rule(config.optimizer))
     for name in state.names:
         ranges = rounding_ranges(state, blueprint, FULL_MODEL, name)
         assert sum(part.weight.numel() for part in ranges) == state.shard_view(state.master_weights, name).numel()

@@ -26,8 +26,8 @@ from trainyard.preflight.dryrun.dry_run import without_io
 from trainyard.remote.storage import open_storage
 from trainyard.train.build import build_loaders
 from trainyard.train.callbacks import build_callbacks
+from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import check_schedule, learning_rate
-from trainyard.train.optim.rules.user_rule import load_update_rule
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "customize.md"
 OURS = "tests.support.user_code"
@@ -124,7 +124,7 @@ def test_rule_equals_the_built_in_one(precision: str) -> None:
 def test_parts_of_a_shard_are_updated_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for elements in (1 << 24, 1000):
-        monkeypatch.setattr("trainyard.train.optim.rules.user_rule.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("trainyard.train.optim.updates.elementwise.CHUNK_ELEMENTS", elements)
         _, optimizer = make_optimizer(rule=f"{OURS}:AdamW")
         set_gradients(optimizer, 1)
         update(optimizer, 1)

@@ -25,7 +25,7 @@ from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.train.cross_entropy import make_head_loss
-from trainyard.train.losses import make_loss
+from trainyard.train.loss import make_loss
 from trainyard.train.optim.flat_state import DTYPES
 
 VARIABLES = {"XLA_ALWAYS_ALLREDUCE": "1"}
@@ -95,7 +95,7 @@ def _trace(config: Config, model: models.TransformerStage, device: XlaDevice) ->
     output = model(batch, stage_input)
     if model.is_last:
         head_loss = make_head_loss(device.kernels(), None, None, device.max_logits_bytes)
-        loss = make_loss(models.family_of(config.model), head_loss)
+        loss = make_loss(models.family_of(config.model).loss, head_loss)
         results = [total for total, _ in loss.terms(output, batch).values()]
         results[0].backward()
     else:

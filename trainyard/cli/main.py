@@ -4,10 +4,12 @@ import difflib
 import errno
 import inspect
 import os
+import re
 import sys
 import threading
-from importlib import import_module
-from typing import Annotated, Any
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "true")  # looking for them in all installed packages takes 80 ms
 
@@ -18,6 +20,7 @@ from typer.main import get_command
 from trainyard import __version__
 from trainyard.config.recipes import recipe_names
 from trainyard.core.errors import NotWritable, RunStopped, UserError, is_not_writable
+from trainyard.core.user_code import load_object
 from trainyard.launch.rank_guard import rank_process_guard
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -36,61 +39,19 @@ EXTRA_BY_MODULE = {
     "pynvml": "nvidia",
 }
 """Optional packages and the extra of trainyard that installs each."""
-COMMAND_HELP = {
-    "train": "Train a model. Without arguments: a small Llama on built-in text.",
-    "new": "Write a configuration file for your data, model size and hardware.",
-    "submit": "Train as a Slurm job that restarts automatically.",
-    "jobs": "List submitted runs: state, step, loss, time left.",
-    "logs": "Print or follow the log of a submitted run.",
-    "cancel": "End the job of a submitted run.",
-    "supervise": "Start the ranks of a run inside its job, and again if they fail.",
-    "top": "Show a run and its devices live: utilization, memory, loss, speed, slowest rank.",
-    "page": "Show runs in a browser while they train.",
-    "report": "Write the page of a run as one HTML file.",
-    "board": "Start TensorBoard for runs.",
-    "trace": "Write what each rank did as a Perfetto trace; say which rank waits for which.",
-    "profile": "Print the trace that profile.steps has written, by kind of kernel.",
-    "plan": "Predict memory, speed and cost of a run, also for hardware you do not have.",
-    "config": "Validate a configuration and print it with all defaults.",
-    "import": "Convert an NxD Training or Megatron-LM configuration.",
-    "verify": "Check that a layout trains the same model as one rank.",
-    "tune": "Measure which settings are fastest on this machine.",
-    "audit": "Check a run against Trainium's rules without a Trainium.",
-    "precompile": "Compile all graphs of a run ahead of time.",
-    "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
-    "get": "Download models, tokenizers and data: from the Hub, S3 and the web.",
-    "data": "Prepare data: extract, train a tokenizer, tokenize, pack, bert, inspect, show.",
-    "eval": "Evaluate a checkpoint of any format: loss, perplexity, bits per byte, tasks.",
-    "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
-    "push": "Upload a run or checkpoint to the Hub (with a model card) or to S3.",
-    "generate": "Continue prompts with the model of a checkpoint; talk to it.",
-    "fill-mask": "Fill [MASK] with the BERT model of a checkpoint.",
-    "serve": "Answer OpenAI's API with a checkpoint, to look at a model while it trains.",
-    "inspect": "Report what a checkpoint contains.",
-    "convert-nxd": "Convert checkpoints with the flags of NxD's checkpoint_converter.py.",
-    "cluster": "AWS ParallelCluster files: init, validate, explain.",
-    "doctor": "Check this machine, or the nodes of a cluster, before a run.",
-    "recipes": "List the built-in recipes.",
-}
-"""One-line help of each command. Its module is imported only when the command runs: `--help` does not import torch."""
-
-
-MODULE_BY_COMMAND = {
-    **{name: f"configure.{name}" for name in ("new", "config", "recipes")},
-    "import": "configure.import_config",  # `import` is a keyword of Python
-    "convert-nxd": "convert_nxd",
-    "generate": "inference.generate",
-    "fill-mask": "inference.fill_mask",
-    "serve": "inference.serve",
-    "eval": "inference.eval",
-    "cluster": "cluster.config_file",
-    **{name: f"transfer.{name}" for name in ("get", "push")},
-    **{name: f"watch.{name}" for name in ("top", "page", "report", "board", "trace", "profile")},
-    **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
-}
-"""Modules whose names differ from those of their commands."""
-
-
+HELP_ORDER = (
+    *("train", "new", "submit", "jobs", "logs", "cancel", "supervise"),
+    *("top", "page", "report", "board", "trace", "profile"),
+    *("plan", "config", "import", "verify", "tune", "audit", "precompile", "cache"),
+    *("get", "data", "eval", "convert", "push", "generate", "fill-mask", "serve", "inspect", "convert-nxd"),
+    *("cluster", "doctor", "recipes"),
+)
+"""Commands in the order of `--help`; others follow."""
+COMMANDS_DIRECTORY = Path(__file__).parent / "commands"
+HELP_LINE = re.compile(r'"""`trainyard (?P<name>\S+)`: (?P<help>.*?)(?:""")?$')
+"""First line of the file of a command. `trainyard --help` reads no further, and imports no file."""
+ENTRY_POINT_GROUP = "trainyard.commands"
+"""Installed packages offer commands by entry points of this group: `hello = "my_commands.hello:hello"`."""
 TYPE_WORDS = {
     **dict.fromkeys(("int", "int range"), "N"),
     **dict.fromkeys(("float", "float range"), "NUMBER"),
@@ -100,12 +61,36 @@ TYPE_WORDS = {
 """How help names the value of an option, by typer's name of its type."""
 
 
+class CommandFile(NamedTuple):
+    """The file of a command: a function of the file's name, with its options, or `app`, a group of subcommands."""
+
+    help: str
+    module: str
+
+
+def find_commands() -> dict[str, CommandFile]:
+    """The commands of the package by name."""
+    found: dict[str, CommandFile] = {}
+    for path in COMMANDS_DIRECTORY.rglob("*.py"):
+        with path.open(encoding="utf-8") as file:
+            match = HELP_LINE.match(file.readline())
+        if match:
+            parts = path.relative_to(COMMANDS_DIRECTORY).with_suffix("").parts
+            module = ".".join(("trainyard.cli.commands", *parts)).removesuffix(".__init__")
+            found[match["name"]] = CommandFile(match["help"], module)
+    order = {name: index for index, name in enumerate(HELP_ORDER)}
+    return {name: found[name] for name in sorted(found, key=lambda name: (order.get(name, len(order)), name))}
+
+
+COMMANDS = find_commands()
+
+
 class CommandInterrupted(Exception):
     """Replaces KeyboardInterrupt inside typer, which would turn it into an exit code without a message."""
 
 
 class LazyCommandGroup(TyperGroup):
-    """Command group that lists commands from COMMAND_HELP and imports the module of the one that runs."""
+    """Command group that lists the commands and imports the module of the one that runs."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -114,42 +99,50 @@ class LazyCommandGroup(TyperGroup):
             raise CommandInterrupted from None
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMAND_HELP)
+        return list(COMMANDS)
 
     def get_params(self, ctx: Any) -> Any:
         return _with_type_words(super().get_params(ctx))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return TyperCommand(cmd_name, help=COMMAND_HELP[cmd_name]) if cmd_name in COMMAND_HELP else None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name].help) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in COMMAND_HELP and not args[0].startswith("-"):
-            raise UserError(f"No such command {args[0]!r}; {suggest_command(args)}")
-        if args[0] in COMMAND_HELP:
-            return args[0], load_command(args[0]), args[1:]
-        return super().resolve_command(ctx, args)
+        if args[0].startswith("-"):
+            return super().resolve_command(ctx, args)
+        if command := load_command(args[0]):
+            return args[0], command, args[1:]
+        raise UserError(f"No such command {args[0]!r}; {suggest_command(args)}")
 
 
 def suggest_command(args: list[str]) -> str:
     """What a command line without a command probably stands for: a file or recipe is one to train."""
     if args[0].endswith((".yaml", ".yml")) or args[0] in recipe_names():
         return " ".join(["nearest: trainyard train", *args])
-    close = difflib.get_close_matches(args[0].lower(), COMMAND_HELP, 1)
+    close = difflib.get_close_matches(args[0].lower(), COMMANDS, 1)
     return f"nearest: trainyard {close[0]}" if close else "see trainyard --help"
 
 
-def load_command(command: str) -> Any:
-    """Import the module of a command and return its click command."""
-    name = MODULE_BY_COMMAND.get(command, command)
-    module = import_module(f"trainyard.cli.commands.{name}")
-    if hasattr(module, "app"):  # a group of subcommands
-        group: Any = get_command(module.app)
-        for subcommand in (group, *group.commands.values()):
+def load_command(name: str) -> Any:
+    """Import the module of a command, or of an installed package's, and return its click command; None if there is no
+    such command."""
+    if name in COMMANDS:
+        module = import_module(COMMANDS[name].module)
+        command = getattr(module, "app", None) or getattr(module, COMMANDS[name].module.rpartition(".")[2])
+    else:  # only then: reading the entry points of all packages takes time
+        entry = next(iter(metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)), None)
+        if entry is None:
+            return None
+        command = load_object(f"{entry.module}:{entry.attr}", "a function or a typer.Typer")
+        module = import_module(entry.module)
+    if isinstance(command, typer.Typer):  # a group of subcommands
+        group: Any = get_command(command)
+        for subcommand in (group, *getattr(group, "commands", {}).values()):
             _improve_help(subcommand)
         return group
     settings = getattr(module, "CONTEXT_SETTINGS", {"help_option_names": ["-h", "--help"]})
     single = typer.Typer(add_completion=False)
-    single.command(command, context_settings=settings)(getattr(module, name.rpartition(".")[2]))
+    single.command(name, context_settings=settings)(command)
     loaded = get_command(single)
     _improve_help(loaded)
     return loaded

@@ -42,7 +42,7 @@ def _load_smoke(source: str, overrides: list[str], ranks: int, warn: Callable[[s
     reads_files = config.data.paths and not is_user_path(config.data.source)
     if not reads_files or any(override.startswith(("model.vocab=", "model=")) for override in overrides):
         return config
-    from trainyard.data.loading.vocab import data_vocab_size  # reads data, which other commands need not
+    from trainyard.data.loading.build import data_vocab_size  # reads data, which other commands need not
 
     return parse(config.model_dump(mode="json"), [f"model.vocab={data_vocab_size(config)}"])
 

@@ -4,8 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
+from trainyard.config.registries import SOURCES
 from trainyard.core.quantities import counted
 from trainyard.core.section import NameOrPath, Paths, PositiveInt, Section
+from trainyard.core.user_code import is_user_path
 
 
 class DataCacheSection(Section):
@@ -24,10 +26,10 @@ class DataSection(Section):
     """Training samples: where they come from and how they are cut. Their order depends only on train.seed and the
     step."""
 
-    source: Annotated[str, NameOrPath("text", "tokens", "arrow", "hdf5", "synthetic")] = "text"
+    source: Annotated[str, NameOrPath(registry=SOURCES)] = "text"
     """text: files that are tokenized in memory; tokens: Megatron's .bin and .idx; arrow: packed blocks; hdf5: masked
     sentence pairs (BERT); synthetic: generated samples. A user function takes the configuration and returns a
-    trainyard.Dataset, or one for training and one for validation."""
+    trainyard.Dataset, or one for training and one for validation; or name a trainyard.DataSource."""
     paths: Paths = ()
     """A file or glob, or a list of them; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name,
     read through data.cache.directory. Default: a small built-in text (tokenizer=bytes only)."""
@@ -61,6 +63,11 @@ class DataSection(Section):
     cache: DataCacheSection = DataCacheSection()
     """Local copies of remote data files."""
 
+    def has_flag(self, name: str) -> bool:
+        """An attribute of the trainyard.DataSource; False for code of the user, which a configuration does not
+        import."""
+        return not is_user_path(self.source) and bool(getattr(SOURCES.find(self.source), name))
+
     @model_validator(mode="after")
     def _check_tokenizer_files(self) -> Self:
         if self.tokenizer == "gpt2" and not (self.vocab_file and self.merges_file):
@@ -72,10 +79,10 @@ class DataSection(Section):
         if self.weights and len(self.weights) != len(self.paths):
             found = f"{counted(len(self.weights), 'weight')} for {len(self.paths)} data.paths"
             raise ValueError(f"weights={list(self.weights)}: {found}; give one per path")
-        if self.source in ("tokens", "arrow", "hdf5") and not self.paths:
+        if self.has_flag("needs_paths") and not self.paths:
             raise ValueError(f"paths: missing; data.source={self.source} reads files")
         for key, default in (("order", "shuffled"), ("split", None)):
-            if (value := getattr(self, key)) != default and self.source != "tokens":
+            if (value := getattr(self, key)) != default and not self.has_flag("has_document_order"):
                 raise ValueError(f"{key}={value}: requires data.source=tokens; found {self.source}")
         if self.split and self.validation_fraction:
             raise ValueError(f"split={self.split}: data.validation_fraction holds out samples too; set only one")
@@ -84,6 +91,6 @@ class DataSection(Section):
                 f"validation_fraction={self.validation_fraction}: data.order={self.order} holds out documents; "
                 "nearest: data.split=980,10,10"
             )
-        if self.mask_eod_loss and self.source not in ("text", "tokens"):
+        if self.mask_eod_loss and not self.has_flag("marks_documents"):
             raise ValueError(f"mask_eod_loss=true: requires data.source=text or tokens; found {self.source}")
         return self

@@ -1,17 +1,27 @@
 """The `optimizer` and `schedule` sections of the configuration."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
+from trainyard.config.registries import UPDATE_RULES
 from trainyard.core.section import NameOrPath, NonNegativeInt, PositiveInt, Section
-from trainyard.core.user_code import is_user_path
+
+OptimizerT = TypeVar("OptimizerT", bound=Section)
 
 
+def _with_keys_of_rules(section: type[OptimizerT]) -> type[OptimizerT]:
+    """The section with the keys of all built-in update rules, whatever its kind: one may change the kind alone."""
+    keys = [UPDATE_RULES.find(name).keys for name in reversed(UPDATE_RULES.built_in)]
+    bases = (*(section_of_rule for section_of_rule in keys if section_of_rule), section)
+    return create_model(section.__name__, __base__=bases, __doc__=section.__doc__, __module__=__name__)
+
+
+@_with_keys_of_rules
 class OptimizerSection(Section):
     """The update rule. Norms and biases are exempt from weight decay, as marked in each model's blueprint."""
 
-    kind: Annotated[str, NameOrPath("adamw", "lamb", "muon", path="module:Class")] = "adamw"
+    kind: Annotated[str, NameOrPath(registry=UPDATE_RULES, path="module:Class")] = "adamw"
     """adamw; lamb (layer-wise trust ratio, for very large batches); muon (orthogonalized momentum for the matrices of
     blocks, adamw for embeddings, output projection, norms and biases); or a subclass of trainyard.UpdateRule."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -28,24 +38,10 @@ class OptimizerSection(Section):
     """Decoupled weight decay."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum global gradient norm; 0: no clipping."""
-    trust_clip: bool = False
-    """lamb: limit the trust ratio to at most 1."""
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """muon: decay rate of the momentum, 0 to below 1."""
-    nesterov: bool = True
-    """muon: use Nesterov momentum."""
-    ns_steps: int = Field(5, ge=1, le=20)
-    """muon: Newton-Schulz iterations, in the compute dtype."""
-    lr_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that values of
-    lr and weight_decay for adamw fit; original: sqrt(max(1, rows / columns))."""
-    adamw_lr: float | None = Field(None, gt=0)
-    """muon: peak learning rate of the parameters that adamw updates; it follows the schedule of optimizer.lr. Default:
-    optimizer.lr."""
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        if self.options and not is_user_path(self.kind):
+        if self.options and self.kind in UPDATE_RULES.built_in:
             raise ValueError(f"options={self.options}: kind={self.kind} has none; nearest: kind=my_module:MyRule")
         return self
 

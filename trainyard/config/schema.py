@@ -13,11 +13,13 @@ from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.data_schema import DataSection
 from trainyard.config.layout_schema import LayoutSection
 from trainyard.config.optimizer_schema import OptimizerSection, ScheduleSection
+from trainyard.config.registries import LOGGERS, SOURCES
 from trainyard.core.errors import UserError
 from trainyard.core.section import (
     ONE_OR_MORE,
     USER_PATH,
     FunctionPath,
+    NameOrPath,
     NonNegativeInt,
     Paths,
     PositiveInt,
@@ -27,9 +29,7 @@ from trainyard.core.section import (
 from trainyard.core.user_code import is_user_path, nearest_name
 from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_ALIASES, DEVICE_NAMES
 from trainyard.families import ModelConfig, family_of, find_family
-
-LOGGER_NAMES = ("tensorboard", "wandb", "mlflow")
-"""The built-in loggers of log.loggers."""
+from trainyard.families.family import LOSSES
 
 
 class TrainSection(Section):
@@ -43,8 +43,9 @@ class TrainSection(Section):
     """Samples per forward pass on one rank."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Seed of initial weights, sample order and dropout; 0 to 2^63 - 1."""
-    loss: FunctionPath | None = None
-    """User loss, `module:function`: takes (output, batch), returns (sum, count). Default: the loss of the family."""
+    loss: Annotated[str, NameOrPath(registry=LOSSES, example="my_module:my_function")] | None = None
+    """A loss by name, a subclass of trainyard.Loss, or a user function, which takes (output, batch) and returns
+    (sum, count). Default: the loss of the family."""
     callbacks: Annotated[tuple[FunctionPath, ...], Strict(False), ONE_OR_MORE] = ()
     """User callbacks, `module:Class`: subclasses of trainyard.Callback, made without arguments on every rank."""
     max_skipped_steps: PositiveInt = 5
@@ -200,9 +201,11 @@ class LogSection(Section):
     @classmethod
     def _check_loggers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if name not in LOGGER_NAMES and not re.fullmatch(USER_PATH, name):
-                nearest = nearest_name(name, LOGGER_NAMES) or "; nearest: my_module:MyLogger"
-                raise ValueError(f"{name} is not one of {', '.join(LOGGER_NAMES)} or module:Class{nearest}")
+            if name in LOGGERS.built_in or re.fullmatch(USER_PATH, name):
+                continue
+            if name not in (known := LOGGERS.names()):
+                nearest = nearest_name(name, known) or "; nearest: my_module:MyLogger"
+                raise ValueError(f"{name} is not one of {', '.join(known)} or module:Class{nearest}")
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"{min(repeated)} is listed twice")
         return names
@@ -338,14 +341,14 @@ class Config(Section):
                 raise ValueError(f"samples.every={self.samples.every}: {name} does not continue text; nearest: 0")
             if data.document_mask:
                 raise ValueError(f"data.document_mask=true: each {name} sample is one sentence pair; nearest: false")
-            if data.source not in ("hdf5", "synthetic") and not is_user_path(data.source):
+            if not is_user_path(data.source) and family_of(model).loss not in SOURCES.find(data.source).losses:
                 raise ValueError(f"data.source={data.source}: {name} reads masked sentence pairs; nearest: hdf5")
             if data.max_predictions > data.seq_len - 3:
                 raise ValueError(
                     f"data.max_predictions={data.max_predictions}: does not fit in a sample of "
                     f"data.seq_len={data.seq_len}; nearest: {max(data.seq_len - 3, 1)}"
                 )
-        if train.loss and any(getattr(model, key, 0.0) for key in ("balance_loss", "z_loss")):
+        if is_user_path(train.loss or "") and any(getattr(model, key, 0.0) for key in ("balance_loss", "z_loss")):
             raise ValueError(
                 f"train.loss={train.loss}: its count divides all gradients, those of the router's losses too; "
                 "nearest: model.balance_loss=0 and model.z_loss=0"

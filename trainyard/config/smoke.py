@@ -10,6 +10,7 @@ from math import gcd, lcm, prod
 from typing import Any
 
 from trainyard.config.load import apply_overrides, check_keys, parse, warn_on_stderr
+from trainyard.config.registries import SOURCES
 from trainyard.config.schema import Config
 from trainyard.core.user_code import is_user_path
 from trainyard.core.yaml_io import format_value
@@ -23,8 +24,6 @@ SMOKE_HEAD_DIM = 16
 SMOKE_VOCAB = 320
 SMOKE_EXPERTS = 8
 SMOKE_VALIDATION_FRACTION = 0.05
-FIXED_LENGTH_SOURCES = ("arrow", "hdf5", "synthetic")
-"""Data sources whose samples do not follow data.seq_len."""
 AXES = ("tp", "pp", "cp")
 CHECKPOINT_DEFAULTS = {"directory": None, "resume": "none", "weights_only": False, "init_from": None}
 """Existing checkpoints do not fit the smaller model."""
@@ -68,7 +67,7 @@ def smoke_config(
         shrink("model", vocab=SMOKE_VOCAB)
         sets = data["evaluate"]["sets"].items()
         shrink("evaluate", sets={name: paths for name, paths in sets if f"evaluate.sets.{name}" in named})
-    elif data["data"]["source"] not in FIXED_LENGTH_SOURCES:
+    elif is_user_path(data["data"]["source"]) or not SOURCES.find(data["data"]["source"]).has_fixed_length:
         shrink("data", seq_len=SMOKE_SEQ_LEN)
     shrink("model", max_positions=max(2 * SMOKE_SEQ_LEN, data["data"]["seq_len"]))
     scaling = model.get("rope_scaling")

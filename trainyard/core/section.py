@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict
 from pydantic_core import CoreSchema, core_schema
 
+from trainyard.core.registry import Registry
 from trainyard.core.user_code import nearest_name
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -23,16 +24,24 @@ Paths = Annotated[tuple[str, ...], Strict(False), ONE_OR_MORE]
 class NameOrPath:
     """Annotates a key that takes built-in names, or `module:name` of the user's code."""
 
-    def __init__(self, *names: str, path: str = "module:function") -> None:
-        """`path` is how documentation writes the values that are not built in."""
-        self.names, self.path = names, path
+    def __init__(
+        self, *names: str, registry: Registry[Any] | None = None, path: str = "module:function", example: str = ""
+    ) -> None:
+        """The built-in names are `names` or those of a registry. `path` is how documentation writes the values that
+        are not built in; `example` is one, for values that are close to no name."""
+        self.names = registry.built_in if registry else names
+        self.registry, self.path, self.example = registry, path, example
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def check(self, value: str) -> str:
-        if value not in self.names and not re.fullmatch(USER_PATH, value):
-            raise ValueError(f"not one of {', '.join(self.names)}, or {self.path}{nearest_name(value, self.names)}")
+        if value in self.names or re.fullmatch(USER_PATH, value):
+            return value
+        names = self.registry.names() if self.registry else self.names
+        if value not in names:
+            nearest = nearest_name(value, names) or (f"; nearest: {self.example}" if self.example else "")
+            raise ValueError(f"not one of {', '.join(names)}, or {self.path}{nearest}")
         return value
 
 

@@ -20,9 +20,12 @@ def is_user_path(value: str) -> bool:
     return ":" in value
 
 
-def import_function(path: str, key: str) -> Callable[..., Any]:
-    """Import the function `module:name`, also from the current directory. `key` is the config key, for messages."""
+def import_function(path: str, key: str, or_subclass_of: type | None = None) -> Callable[..., Any]:
+    """Import the function `module:name`, also from the current directory, or a subclass of a class. `key` is the config
+    key, for messages."""
     function = _import_object(path, key, "a function")
+    if or_subclass_of and inspect.isclass(function) and issubclass(function, or_subclass_of):
+        return function
     if not callable(function) or inspect.isclass(function):
         raise _wrong_object(path, key, "a function", function)
     return function
@@ -33,6 +36,15 @@ def import_subclass(path: str, key: str, base: type[T]) -> type[T]:
     expected = f"a subclass of trainyard.{base.__name__}"
     found = _import_object(path, key, expected)
     if not (inspect.isclass(found) and issubclass(found, base)) or found is base:
+        raise _wrong_object(path, key, expected, found)
+    return found
+
+
+def import_object(path: str, key: str, base: type[T]) -> T:
+    """Import the object `module:name`, which must be an instance of `base`."""
+    expected = f"a trainyard.{base.__name__}"
+    found = _import_object(path, key, expected)
+    if not isinstance(found, base):
         raise _wrong_object(path, key, expected, found)
     return found
 
@@ -105,6 +117,9 @@ def load_object(path: str, expected: str) -> Any:
 
 
 def _import_object(path: str, key: str, expected: str) -> Any:
+    """The object `module:name`; without a key, only of a module on the Python path."""
+    if not key:
+        return load_object(path, expected)
     search_current_directory()
     try:
         return load_object(path, expected)
@@ -128,7 +143,8 @@ def _import_problem(error: BaseException, module_name: str) -> str:
 
 def _wrong_object(path: str, key: str, expected: str, found: object) -> UserError:
     module_name, _, name = path.partition(":")
-    return UserError(f"{key}={path}: expected {expected} as {name} in {module_name}, found {describe_object(found)}")
+    label = f"{key}={path}: " if key else ""
+    return UserError(f"{label}expected {expected} as {name} in {module_name}, found {describe_object(found)}")
 
 
 def _public_names(module: ModuleType) -> list[str]:

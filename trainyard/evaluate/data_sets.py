@@ -18,9 +18,9 @@ from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.formats.documents import match_paths
 from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file
-from trainyard.data.loading.build import check_vocab_size, encode_documents, text_blocks
 from trainyard.data.loading.data_files import token_prefixes
 from trainyard.data.loading.dataset import Dataset, Indices, concatenate
+from trainyard.data.loading.text_stream import check_vocab_size, encode_documents, text_blocks
 from trainyard.data.loading.token_samples import TokenSamples, TokenStream, token_stream
 from trainyard.data.samples import Sample
 from trainyard.data.text.tokenizer import Tokenizer

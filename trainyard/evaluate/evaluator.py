@@ -17,8 +17,8 @@ from trainyard.checkpoint.registry import OpenedCheckpoint, read_model_files
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch
 from trainyard.core.world import World
-from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.loading.loader import BatchLoader
+from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 from trainyard.evaluate.data_sets import DataOptions, EvaluationData, open_data
 from trainyard.evaluate.eval_config import with_sample_shape

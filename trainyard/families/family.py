@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from trainyard.core.registry import Registry
 from trainyard.families.blueprint import Blueprint
 from trainyard.families.hf_format import HfFormat
 from trainyard.families.megatron_format import MegatronFormat
 from trainyard.families.model_config import ModelConfig
 
+LOSSES: Registry[Any] = Registry(
+    "trainyard.train.losses", "LOSS", "trainyard.losses", "trainyard.train.loss:Loss", "train.loss", of_classes=True
+)
+"""Subclasses of trainyard.Loss by Family.loss or train.loss."""
 CAUSAL_FIELDS = ("tokens", "labels")
 
 
@@ -31,8 +36,8 @@ class Family:
     """The parameter table of a model."""
     hf: HfFormat
     """config.json and weight names of Hugging Face."""
-    loss: Literal["causal_lm", "bert_pretraining"] = "causal_lm"
-    """The loss it is trained with unless the user gives one; train/losses.py implements it."""
+    loss: str = "causal_lm"
+    """The loss it is trained with unless the user gives one: a name of LOSSES."""
     batch_fields: tuple[str, ...] = CAUSAL_FIELDS
     """Fields of a batch that its samples always have (core/batch.py describes all fields)."""
     visible_keys: Callable[[Any, int], float] = causal_keys
@@ -58,11 +63,6 @@ class Family:
         return "masked_positions" in self.batch_fields
 
     @property
-    def loss_terms(self) -> int:
-        """Terms of the loss, each divided by its own count."""
-        return 2 if self.loss == "bert_pretraining" else 1
-
-    @property
     def is_causal(self) -> bool:
         """True if it predicts the next token, and can therefore generate text."""
-        return self.loss == "causal_lm"
+        return bool(LOSSES.find(self.loss).is_causal)

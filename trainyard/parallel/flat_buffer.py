@@ -65,6 +65,11 @@ class Bucket:
     def shard_elements(self) -> int:
         return self.shard_range.stop - self.shard_range.start
 
+    @property
+    def padded_elements(self) -> int:
+        """Elements with the shards padded to one size."""
+        return self.shard_elements * self.num_shards
+
 
 class FlatBuffer:
     """The layout of the buffer; the memory itself belongs to the optimizer."""

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.config.registries import SOURCES
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.core.user_code import load_object
 from trainyard.data.formats import documents
-from trainyard.data.formats.arrow_dataset import METADATA_FILES, data_files, list_column, open_stream
+from trainyard.data.formats.arrow_dataset import data_files, list_column, open_stream
 from trainyard.data.formats.bert_hdf5 import open_hdf5
-from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file, prefix_of
+from trainyard.data.formats.megatron_bin import MegatronTokens, prefix_of
 from trainyard.remote.chunks.remote_path import DataPath
 
 ELEMENTS_PER_READ = 1 << 22
@@ -33,7 +35,6 @@ DOCUMENT_KINDS = {
 }
 MAX_COMPRESSION_RATIO = 1100
 """Bound on the size of HDF5 data divided by the size of its file; more means that the file is damaged."""
-HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
 Excerpt = tuple[str, list[int] | str]
 """Location of a sample, and the first of its tokens or characters."""
@@ -116,24 +117,19 @@ def evenly_spaced(count: int, num_samples: int) -> list[int]:
 
 
 def inspect_path(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+    """Inspect a file or directory as the data source that recognizes it; by default as documents."""
     path = path.expanduser()
-    if is_token_file(path):
-        return _inspect_megatron(prefix_of(path), options, on_progress)
-    if path.is_dir():
-        if any((path / name).is_file() for name in METADATA_FILES):
-            return _inspect_arrow(path, options, on_progress)
-    elif not path.is_file():
+    for source in map(SOURCES.find, SOURCES.names()):
+        if source.inspector and source.recognizes(path):
+            report: InspectReport = load_object(source.inspector, "a function")(path, options, on_progress)
+            return report
+    if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: no such file")
-    else:
-        with path.open("rb") as file:
-            is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
-        if is_hdf5:
-            with open_hdf5(path) as hdf5:
-                return _inspect_hdf5(path, hdf5, options, on_progress)
     return _inspect_documents(path, options, on_progress)
 
 
-def _inspect_megatron(prefix: DataPath, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+def inspect_tokens(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+    prefix = prefix_of(path)
     data = MegatronTokens(prefix)
     lengths = np.diff(data.sequence_bounds[data.document_bounds])
     facts = {
@@ -176,7 +172,7 @@ def _check_megatron(data: MegatronTokens, options: InspectOptions, on_progress: 
     return {"checked": "all tokens", "end token": end_token, "documents ending with it": end_counts[end_token]}
 
 
-def _inspect_arrow(directory: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+def inspect_arrow(directory: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
     files = data_files(directory)
     schema = open_stream(files[0]).schema if files else None
     if schema and "input_ids" not in schema.names:
@@ -273,6 +269,11 @@ def _inspect_documents(path: Path, options: InspectOptions, on_progress: OnProgr
     }
     kind = f"documents ({DOCUMENT_KINDS.get(path.suffix, path.suffix or 'a directory')})"
     return InspectReport(str(path), kind, facts, {"characters per document": stats.summary()}, samples)
+
+
+def inspect_hdf5(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+    with open_hdf5(path) as file:
+        return _inspect_hdf5(path, file, options, on_progress)
 
 
 def _inspect_hdf5(path: Path, file: Any, options: InspectOptions, on_progress: OnProgress) -> InspectReport:

@@ -4,6 +4,7 @@ The order is fixed: build the stages (split over tp and pp), create the optimize
 recompute, compile. The last two replace only `forward`, so hooks around a block stay outside.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,9 +37,9 @@ from trainyard.train.compile.compile_blocks import CompileFn, compile_model
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric
-from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
+from trainyard.train.loss import Loss, LossFunction, UserLoss, make_loss
+from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import check_schedule
-from trainyard.train.optim.rules.user_rule import load_update_rule
 from trainyard.train.timing.profiler import check_profile_ranks
 from trainyard.train.user_functions import check_named_numbers, user_function
 
@@ -70,13 +71,15 @@ def build_rank_context(config: Config, device: devices.Device, mesh: Mesh) -> Ra
 def build_loss(
     config: Config, user_loss: LossFunction | None, context: RankContext, compile_fn: CompileFn | None
 ) -> Loss:
-    """The user's loss (an argument, or config.train.loss), or the loss of the model family."""
-    if function := user_function(user_loss, config.train.loss, "train.loss"):
+    """The user's loss (an argument, or what config.train.loss names), or the loss of the model family."""
+    named = config.train.loss or models.family_of(config.model).loss
+    function = user_loss or (import_function(named, "train.loss", or_subclass_of=Loss) if is_user_path(named) else None)
+    if function and not inspect.isclass(function):
         return UserLoss(function)
     fp8 = fp8_layers(config)
     head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
     head_loss = make_head_loss(context.kernels, compile_fn, head_recipe, context.device.max_logits_bytes)
-    return make_loss(models.family_of(config.model), head_loss)
+    return make_loss(named, head_loss)
 
 
 def fp8_layers(config: Config) -> models.Fp8Layers | None:

@@ -17,7 +17,7 @@ from trainyard.core.errors import UserError
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.models import Batch, ModelOutput
 from trainyard.train.callbacks import Part, TrainerView
-from trainyard.train.losses import Loss
+from trainyard.train.loss import Loss
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.step import LossAccumulator, mean_loss
 from trainyard.train.user_functions import check_sum_and_count

@@ -10,7 +10,7 @@ from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.checkpoint.registry import find_tokenizer_files, latest_checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.data.loading.build import tokenizer_spec
+from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import hf_tokenizer_files
 from trainyard.families import ModelConfig
 from trainyard.parallel.rank_context import RankContext

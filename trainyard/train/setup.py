@@ -24,7 +24,7 @@ from trainyard.train.checkpointing.resume import find_resume_point, restore
 from trainyard.train.compile.compile_blocks import make_compile_fn
 from trainyard.train.decisions import packs_batches
 from trainyard.train.evaluate import Metric
-from trainyard.train.losses import LossFunction
+from trainyard.train.loss import LossFunction
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.optim.optimizer import Optimizer

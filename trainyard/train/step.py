@@ -14,7 +14,7 @@ from trainyard.devices.stopwatch import Stopwatch
 from trainyard.models import ModelOutput
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.zero1 import Waiting
-from trainyard.train.losses import Loss, LossTerms
+from trainyard.train.loss import Loss, LossTerms
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.status import NO_FLAGS, HostStatus, StepStatus

@@ -10,9 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tests.support import configs
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.data.loading.build import build_datasets, read_text, tokenizer_spec
+from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.demo_corpus import make_stories, make_story
 from trainyard.data.loading.synthetic import MASK, SyntheticSentencePairs
+from trainyard.data.loading.text_stream import read_text, tokenizer_spec
 from trainyard.data.text.tokenizer import load_tokenizer
 
 TEXT = "The engine left the yard. Then it came back, and the bell rang: naïve café, 東京.\n"

@@ -1,4 +1,4 @@
-"""`trainyard audit`: check a run against Trainium's rules without a Trainium."""
+"""`trainyard audit`: Check a run against Trainium's rules without a Trainium."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`trainyard cache`: list and maintain compiled code."""
+"""`trainyard cache`: Manage compiled code: ls, verify, clean, clear-locks, pack, unpack."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`trainyard convert`: convert a checkpoint to another format or layout."""
+"""`trainyard convert`: Convert checkpoints between Hugging Face, NxD, DCP and native formats."""
 
 import json
 import math

@@ -1,6 +1,7 @@
-"""`trainyard convert-nxd`: the flags of NxD's checkpoint_converter.py, so that existing scripts keep working.
+"""`trainyard convert-nxd`: Convert checkpoints with the flags of NxD's checkpoint_converter.py.
 
-Boolean flags take a value. The reference treats any non-empty value as true, even `False`; here `False` means false.
+Existing scripts keep working. Boolean flags take a value: the reference treats any non-empty one as true, even `False`;
+here `False` means false.
 """
 
 import argparse

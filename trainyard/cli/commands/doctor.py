@@ -1,4 +1,4 @@
-"""`trainyard doctor`: check this machine, or the nodes of a Slurm cluster and the network between them."""
+"""`trainyard doctor`: Check this machine, or the nodes of a cluster, before a run."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`trainyard inspect`: report what a checkpoint contains."""
+"""`trainyard inspect`: Report what a checkpoint contains."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`trainyard plan`: predict memory, communication, time and cost of a run on any laptop."""
+"""`trainyard plan`: Predict memory, speed and cost of a run, also for hardware you do not have."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`trainyard precompile`: compile all graphs of a run before it starts."""
+"""`trainyard precompile`: Compile all graphs of a run ahead of time."""
 
 from contextlib import nullcontext
 from functools import partial

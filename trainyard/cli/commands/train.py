@@ -1,4 +1,4 @@
-"""`trainyard train`: run a training job."""
+"""`trainyard train`: Train a model. Without arguments: a small Llama on built-in text."""
 
 import os
 from functools import partial

@@ -1,4 +1,4 @@
-"""`trainyard tune`: measure which settings are fastest on this machine and write them to a file."""
+"""`trainyard tune`: Measure which settings are fastest on this machine."""
 
 import glob
 import os

@@ -1,4 +1,4 @@
-"""`trainyard verify`: check that a layout trains the same model as one rank."""
+"""`trainyard verify`: Check that a layout trains the same model as one rank."""
 
 import os
 import tempfile

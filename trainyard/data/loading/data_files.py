@@ -1,21 +1,18 @@
 """The files that data.paths names, on this host or behind URLs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.core.user_cache import user_cache
-from trainyard.core.user_code import is_user_path
-from trainyard.data.formats.documents import arrow_files, match_paths
+from trainyard.data.formats.documents import match_paths
+from trainyard.data.loading.user_dataset import find_source
 from trainyard.data.text.tokenizer import TOKENIZER_FILES
 from trainyard.remote.chunks.chunk_cache import open_cache
 from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles, RemotePath
 from trainyard.remote.location import has_urls, is_url
-
-UNPACKED_HDF5 = 4
-"""Size of HDF5 files and their unpacked samples together, in sizes of the files."""
 
 _remote_files: dict[str, RemoteFiles] = {}
 
@@ -25,15 +22,15 @@ def remote_files(data: DataSection, refresh: bool = False) -> RemoteFiles | None
 
     Fingerprints are those of the versions that the run reads, so both share what was listed until `refresh`.
     """
-    if not has_urls(data.paths) or is_user_path(data.source):
+    if not has_urls(data.paths) or not (source := find_source(data)).reads_files:
         return None
     key = data.model_dump_json()
     if refresh or key not in _remote_files:
         directory = Path(data.cache.directory) if data.cache.directory else default_directory()
         remote = RemoteFiles(open_cache(directory, int(data.cache.gib * GIB)))
-        files = [path for path in _find_files(data, remote) if isinstance(path, RemotePath)]
+        files = [path for path in source.files(data, remote) if isinstance(path, RemotePath)]
         total = sum(path.stat().st_size for path in files)
-        remote.set_chunk_size(total * (UNPACKED_HDF5 if data.source == "hdf5" else 1))
+        remote.set_chunk_size(total * source.unpacked_size)
         _remote_files[key] = remote
     return _remote_files[key]
 
@@ -44,31 +41,18 @@ def default_directory() -> Path:
 
 def files_read(data: DataSection, refresh: bool = False) -> list[DataPath]:
     """Every file that decides about the samples."""
-    return _find_files(data, remote_files(data, refresh))
+    return find_source(data).files(data, remote_files(data, refresh))
 
 
-def _find_files(data: DataSection, remote: RemoteFiles | None) -> list[DataPath]:
-    if data.source == "synthetic":
-        return []
-    if is_user_path(data.source):  # its paths need not be files
-        return [path for pattern in data.paths for path in match_paths(pattern) if path.is_file()]
-    if data.source == "tokens":
-        prefixes = token_prefixes(data.paths, remote)
-        return [prefix.with_name(prefix.name + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
-    paths = match_files(data.paths, data.source != "hdf5", remote)
-    files = [file for path in paths for file in (_directory_files(data, path) if path.is_dir() else [path])]
-    return files + (_tokenizer_files(data) if data.source == "text" else [])
+def expand_directories(
+    paths: Sequence[DataPath], list_files: Callable[[DataPath], Sequence[DataPath]]
+) -> list[DataPath]:
+    """Paths of files, with the files of each directory in its place."""
+    return [file for path in paths for file in (list_files(path) if path.is_dir() else [path])]
 
 
-def _directory_files(data: DataSection, directory: DataPath) -> Sequence[DataPath]:
-    if isinstance(directory, RemotePath) and data.source == "arrow":
-        from trainyard.data.formats.arrow_dataset import data_files
-
-        return data_files(directory)  # needs no listing
-    return arrow_files(directory)
-
-
-def _tokenizer_files(data: DataSection) -> list[Path]:
+def tokenizer_files(data: DataSection) -> list[Path]:
+    """The local files of data.tokenizer."""
     named = [Path(name).expanduser() for name in (data.tokenizer, data.vocab_file, data.merges_file) if name]
     in_directories = [path / name for path in named for name in TOKENIZER_FILES]
     return [path for path in named + in_directories if path.is_file()]

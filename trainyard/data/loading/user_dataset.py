@@ -1,4 +1,4 @@
-"""Datasets of the user: made by the function that data.source names, with checks of every sample.
+"""Datasets from outside the package: made by what data.source names, with checks of every sample.
 
 A dataset only numbers samples, so order, blends, layouts and resuming are those of the built-in sources.
 """
@@ -9,14 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.config.data_schema import DataSection
+from trainyard.config.registries import SOURCES
 from trainyard.config.schema import Config
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.core.user_code import check_call, describe_object, import_function, nearest_name
+from trainyard.core.user_code import (
+    check_call,
+    describe_object,
+    import_function,
+    is_user_path,
+    load_object,
+    nearest_name,
+    search_current_directory,
+)
 from trainyard.data.loading.dataset import Dataset, Indices
 from trainyard.data.samples import Sample
+from trainyard.data.source import DataSource
 from trainyard.families import family_of
+from trainyard.remote.chunks.remote_path import RemoteFiles
 
 DOCUMENT_FIELDS = ("document_ids", "position_ids")
 """Fields that data.document_mask adds."""
@@ -130,16 +142,34 @@ class CheckedDataset:
                 )
 
 
-def build_user_datasets(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dataset | None]:
-    """Datasets for training and validation from the user's function, whose configuration has these data.paths."""
-    path, key = config.data.source, "data.source"
-    function = import_function(path, key)
-    check_call(function, ("config",), f"{key}={path}: {function.__name__}")
-    returned = function(config.model_copy(update={"data": config.data.model_copy(update={"paths": paths})}))
-    train, validation = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    if validation is not None and config.data.validation_fraction:
-        raise UserError(
-            f"data.validation_fraction={config.data.validation_fraction}: {path} returns validation samples itself; "
-            "nearest: 0"
-        )
-    return CheckedDataset(train, config), None if validation is None else CheckedDataset(validation, config)
+class FunctionSource(DataSource):
+    """A function (config) of the user, which returns a dataset, or one for training and one for validation. Its
+    data.paths need not be files."""
+
+    reads_files = False
+
+    def open(
+        self, config: Config, paths: tuple[str, ...], remote: RemoteFiles | None
+    ) -> tuple[Dataset, Dataset | None]:
+        path, key = config.data.source, "data.source"
+        function = import_function(path, key)
+        check_call(function, ("config",), f"{key}={path}: {function.__name__}")
+        returned = function(config.model_copy(update={"data": config.data.model_copy(update={"paths": paths})}))
+        train, validation = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        if validation is not None and config.data.validation_fraction:
+            fraction = f"data.validation_fraction={config.data.validation_fraction}"
+            raise UserError(f"{fraction}: {path} returns validation samples itself; nearest: 0")
+        return train, validation
+
+
+def find_source(data: DataSection) -> DataSource:
+    """The source that data.source names. Imports code of the user."""
+    if is_user_path(data.source):
+        try:
+            search_current_directory()
+            found = load_object(data.source, "a function")
+        except UserError:
+            return FunctionSource()  # reports the mistake when it is opened
+        return found if isinstance(found, DataSource) else FunctionSource()
+    named: DataSource = SOURCES.find(data.source)
+    return named

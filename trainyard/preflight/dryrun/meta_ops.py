@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainyard import compat
-from trainyard.train.optim.rules.adamw import adamw_
+from trainyard.train.optim.updates.adamw import adamw_
 
 MAX_HOST_ELEMENTS = 1 << 24
 """Most elements of the inputs of an operator that is computed in host memory instead."""

@@ -19,8 +19,6 @@ from trainyard.preflight.plan.memory.pass_memory import RankSizes
 from trainyard.preflight.plan.report import MEMORY_FILL_LIMIT, ConfigChange, Plan, max_rank_memory, single_key_variants
 from trainyard.remote.storage import open_storage
 
-COUNTABLE_SOURCES = ("tokens", "arrow", "hdf5")
-"""Data sources whose samples can be counted without reading them all."""
 REFUSE_FACTOR = 1.3
 """A run that needs this many times the available memory is refused. Estimates are within 5 %: see
 docs/lab/memory-evidence.md."""
@@ -95,7 +93,7 @@ def _host_memory_problems(plan: Plan) -> Iterator[PlanProblem]:
 
 def _data_problems(config: Config) -> Iterator[PlanProblem]:
     """Repetitions of the training data, if the files are on this machine."""
-    if config.data.source not in COUNTABLE_SOURCES:
+    if not config.data.has_flag("is_countable"):
         return
     try:
         samples = len(build_datasets(config).train)

@@ -5,11 +5,14 @@ from functools import cache
 
 from trainyard.config.schema import Config
 from trainyard.core.splits import ModelShard
+from trainyard.core.user_code import is_user_path
 from trainyard.families.blueprint import ParamSpec
 from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import StageSpec
 from trainyard.train.optim.flat_state import make_flat_buffer
+from trainyard.train.optim.load_rule import load_update_rule
+from trainyard.train.optim.update_rule import UpdateRule
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,17 @@ def local_params(model: ModelConfig, shard: ModelShard, stages: list[StageSpec])
     return dict(sorted(named.items(), key=lambda item: not item[1].spec.weight_decay))
 
 
+def planned_rule(config: Config) -> UpdateRule:
+    """The update rule that a plan counts: AdamW in the place of the user's, whose code a plan does not import."""
+    rule = config.optimizer
+    return load_update_rule(rule.model_copy(update={"kind": "adamw"}) if is_user_path(rule.kind) else rule)
+
+
 def rank_flat_buffer(config: Config, params: dict[str, LocalParam], data_ranks: int) -> FlatBuffer:
     """The flat buffer that a run lays out for `params`, which `local_params` returned."""
     shapes = {name: param.shape for name, param in params.items()}
-    return make_flat_buffer(shapes, {name: param.spec for name, param in params.items()}, config, data_ranks)
+    specs = {name: param.spec for name, param in params.items()}
+    return make_flat_buffer(shapes, specs, config, data_ranks, planned_rule(config))
 
 
 @cache

@@ -5,14 +5,16 @@ from typing import Any
 
 from trainyard.checkpoint.compare import first_model_difference
 from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.config.registries import UPDATE_RULES
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import is_user_path
 from trainyard.devices import Device
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.data_check import check_data
-from trainyard.train.optim.flat_state import ADAM_STATE, state_kinds
+from trainyard.train.optim.flat_state import state_kinds
+from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import learning_rate
-from trainyard.train.optim.rules.user_rule import load_update_rule
 
 COMPARED_SECTIONS = ("model", "data", "train", "optimizer", "schedule", "precision")
 """Config sections whose changes since the checkpoint are logged."""
@@ -25,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 def expected_kinds(config: Config) -> tuple[str, ...]:
     """The kinds of state that the optimizer of a run resumes from."""
-    user_rule = load_update_rule(config.optimizer)
-    return state_kinds(user_rule.state_names if user_rule else ADAM_STATE)
+    return state_kinds(load_update_rule(config.optimizer).state_names)
 
 
 def check_compatible(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
@@ -48,10 +49,9 @@ def check_compatible(checkpoint: Checkpoint, config: Config, mesh: Mesh, device:
                 f"{key}={current}: the checkpoint counts samples in batches of {saved}; nearest: {saved}, or "
                 "checkpoint.weights_only=true"
             )
-        if key == "optimizer.kind" and saved == "muon":
+        if key == "optimizer.kind" and not is_user_path(saved) and (missing := UPDATE_RULES.find(saved).missing_state):
             raise UserError(
-                f"{key}={current}: the checkpoint has no second moment for the matrices that muon has updated; "
-                "nearest: muon, or checkpoint.weights_only=true"
+                f"{key}={current}: the checkpoint has no {missing}; nearest: {saved}, or checkpoint.weights_only=true"
             )
         if key not in UNREPORTED_KEYS:
             logger.warning("note: %s was %s when the checkpoint was written, and is %s", key, saved, current)

@@ -233,7 +233,7 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
     checkpoint.fetch(files | ({own_file} & set(checkpoint.files)))
     for piece in slices:
         for kind, buffer in state.saved_buffers().items():
-            if kind != "second" or state.has_second_moment(piece.param):
+            if state.has(piece.param, kind):
                 view = state.shard_view(buffer, piece.param)[piece.local_index]
                 view.copy_(checkpoint.read_state(kind, piece))
     manifest = checkpoint.manifest

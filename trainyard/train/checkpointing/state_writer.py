@@ -146,7 +146,7 @@ class StateWriter:
             pairs += [
                 (slice_view(state, mesh, buffer, piece), host)
                 for piece, host in zip(self.slices, self.host_slices[kind], strict=True)
-                if kind != "second" or state.has_second_moment(piece.param)
+                if state.has(piece.param, kind)
             ]
         copies = device.start_host_copies(pairs)
 

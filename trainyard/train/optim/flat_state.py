@@ -17,9 +17,8 @@ from trainyard.models import ParameterValues
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.decisions import zero_stage
+from trainyard.train.optim.update_rule import UpdateRule
 
-ADAM_STATE = ("exp_avg", "exp_avg_sq")
-"""State buffers of the built-in update rules."""
 NAMES_IN_FILES = {"exp_avg": "first", "exp_avg_sq": "second"}
 """Names of state buffers in checkpoints, where they differ."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -28,17 +27,17 @@ Shapes = dict[str, tuple[int, ...]]
 """Local shape of every parameter of a rank, by name."""
 
 
-def make_flat_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], config: Config, data_ranks: int) -> FlatBuffer:
+def make_flat_buffer(
+    shapes: Shapes, specs: Mapping[str, ParamSpec], config: Config, data_ranks: int, rule: UpdateRule
+) -> FlatBuffer:
     """The layout of a rank's flat buffers, with gradient buckets of config.layout.bucket_mib, for `data_ranks` ranks
     that hold the same parameters and, under ZeRO, shard them. Under expert parallelism fewer hold the same experts.
 
-    Parameters with weight decay come first, then those without. The matrices of blocks that Muon orthogonalizes have
-    no second moment, so they come last and `exp_avg_sq` ends before them.
+    Parameters with weight decay come first, then those without. Parameters that lack a state buffer of the rule (the
+    matrices that Muon orthogonalizes have no second moment) come last, so that the buffer ends before them.
     """
     groups = {name: 0 if spec.weight_decay else 1 for name, spec in specs.items()}
-    if config.optimizer.kind == "muon":
-        matrices = (name for name, spec in specs.items() if spec.pipeline_stage == "block" and len(spec.shape) == 2)
-        groups |= dict.fromkeys(matrices, 2)
+    groups |= {name: 2 for name, spec in specs.items() if missing_state(rule, spec)}
     ordered = [(name, shapes[name]) for name in sorted(groups, key=groups.__getitem__)]
     bucket = config.layout.bucket_mib * 2**20 // DTYPES[config.precision.grad_reduce_dtype].itemsize
     sizes = Counter(groups.values())
@@ -46,6 +45,11 @@ def make_flat_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], config: Con
     experts = [name for name, spec in specs.items() if spec.experts and ep > 1]
     expert_shards = dict.fromkeys(experts, data_ranks // ep if sharded else 1)
     return FlatBuffer(ordered, sizes[0], data_ranks if sharded else 1, bucket, sizes[1], expert_shards)
+
+
+def missing_state(rule: UpdateRule, spec: ParamSpec) -> set[str]:
+    """State buffers of a rule that a parameter lacks."""
+    return set(rule.state_names) - set(rule.state_of(spec))
 
 
 def state_kinds(state_names: Sequence[str]) -> tuple[str, ...]:
@@ -63,13 +67,12 @@ class FlatState:
         config: Config,
         mesh: Mesh,
         device: torch.device,
-        state_names: Sequence[str] = ADAM_STATE,
+        rule: UpdateRule,
     ) -> None:
-        """`state_names` are the state buffers of the update rule."""
         self.mesh = mesh
         self.zero_stage = zero_stage(config, mesh.dp_cp.size)
         specs = {name: blueprint.spec(name) for name in shapes}
-        self.flat = make_flat_buffer(shapes, specs, config, mesh.dp_cp.size)
+        self.flat = make_flat_buffer(shapes, specs, config, mesh.dp_cp.size, rule)
         self.names = list(self.flat.spans)
         precision = config.precision
         self.stochastic_rounding = precision.kind == "bf16_sr"
@@ -81,8 +84,10 @@ class FlatState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         size, shard_size = self.flat.size, self.flat.shard_size
-        sizes = {"exp_avg_sq": self.flat.shard_undecayed_end}
-        self.buffers = {name: zeros(sizes.get(name, shard_size), torch.float32) for name in state_names}
+        self.partial = set[str]().union(*(missing_state(rule, spec) for spec in specs.values()))
+        """State buffers that the last parameters lack."""
+        sizes = dict.fromkeys(self.partial, self.flat.shard_undecayed_end)
+        self.buffers = {name: zeros(sizes.get(name, shard_size), torch.float32) for name in rule.state_names}
         """State of the update rule by name."""
         if self.zero_stage < 2:
             self.weights = zeros(size, self.compute_dtype)
@@ -123,8 +128,10 @@ class FlatState:
     def _shard_index(self, name: str) -> int:
         return self.mesh.data_group(self.flat.spans[name].of_experts).rank if self.zero_stage else 0
 
-    def has_second_moment(self, name: str) -> bool:
-        return self.flat.spans[name].shard_start < self.flat.shard_undecayed_end
+    def has(self, name: str, state: str) -> bool:
+        """True if a parameter has a value in this state buffer, named as in checkpoints or not."""
+        is_partial = state in self.partial or any(NAMES_IN_FILES.get(partial) == state for partial in self.partial)
+        return not is_partial or self.flat.spans[name].shard_start < self.flat.shard_undecayed_end
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """Master weights and state buffers by their kind in checkpoints."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainyard.config.schema import Config
 from trainyard.core.counter_rng import key32
+from trainyard.core.user_code import load_object
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.kernels.reference import Kernels
@@ -17,20 +18,14 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.zero1 import Waiting
 from trainyard.train.compile.compile_blocks import CompileFn
 from trainyard.train.decisions import fuses_wgrad
-from trainyard.train.optim.flat_state import ADAM_STATE, FlatState
+from trainyard.train.optim.flat_state import FlatState
 from trainyard.train.optim.gradient_sync import GradientSync
+from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.replicated_params import ReplicaSync
-from trainyard.train.optim.rules.adamw import AdamW
-from trainyard.train.optim.rules.lamb import Lamb
-from trainyard.train.optim.rules.load_balance import LoadBalance
-from trainyard.train.optim.rules.muon import Muon
-from trainyard.train.optim.rules.update_rule import FlatRule, RuleContext, StepScalars
-from trainyard.train.optim.rules.user_rule import ElementwiseUpdate, load_update_rule
 from trainyard.train.optim.step_guard import StepGuard
 from trainyard.train.optim.stochastic_rounding import rounding_ranges
-
-RULES: dict[str, Callable[[RuleContext], FlatRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
-"""Built-in update rules by `optimizer.kind`."""
+from trainyard.train.optim.updates.context import FlatUpdate, StepScalars, UpdateContext
+from trainyard.train.optim.updates.load_balance import LoadBalance
 
 
 class Optimizer:
@@ -54,9 +49,8 @@ class Optimizer:
         kernels = kernels or Kernels()
         self.seed, self.betas = config.train.seed, (config.optimizer.beta1, config.optimizer.beta2)
         shapes = {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
-        user_rule = load_update_rule(config.optimizer)
-        state_names = user_rule.state_names if user_rule else ADAM_STATE
-        self.state = state = FlatState(shapes, blueprint, config, mesh, device.torch_device, state_names)
+        rule = load_update_rule(config.optimizer)
+        self.state = state = FlatState(shapes, blueprint, config, mesh, device.torch_device, rule)
         state.load_values(values)
         self.replica_sync = ReplicaSync(state, blueprint, mesh, config.layout.sequence_parallel)
         fused_wgrad = fuses_wgrad(config, mesh.layout, kernels.fused_wgrad, compile_fn is not None)
@@ -64,10 +58,11 @@ class Optimizer:
         self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers, waiting)
         self.guard = StepGuard(state.names, config.optimizer.max_grad_norm, device.torch_device)
         ranges = {name: rounding_ranges(state, blueprint, mesh.model_shard, name) for name in state.names}
-        context = RuleContext(state, config.optimizer, blueprint, mesh, self.replica_sync, ranges, kernels, compile_fn)
-        self.rule: FlatRule = (
-            ElementwiseUpdate(user_rule, context) if user_rule else RULES[config.optimizer.kind](context)
+        context = UpdateContext(
+            state, config.optimizer, blueprint, mesh, self.replica_sync, ranges, kernels, compile_fn
         )
+        implementation = load_object(rule.implementation, "a class (rule, context)")
+        self.update: FlatUpdate = implementation(rule, context)
         self.load_balance = LoadBalance(context)
         self._update_fences: list[Callable[[], None]] = []
 
@@ -117,7 +112,7 @@ class Optimizer:
         # Above 0 also if the first step is skipped.
         correction = torch.stack([1 - beta**count for beta in self.betas]).clamp(min=1e-30)
         scalars = StepScalars(lr, grad_scale, correction, finite, count, rounding_key)
-        self.rule.update(scalars)
+        self.update.update(scalars)
         self.load_balance.update(loads, scalars)
         self.sync.start_weight_gather()
         return norm

@@ -10,7 +10,7 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.data.loading.build import tokenizer_spec
+from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, document_end_id, load_tokenizer
 from trainyard.devices import Device
 from trainyard.metrics.span_recorder import SpanRecorder

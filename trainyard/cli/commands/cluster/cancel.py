@@ -1,4 +1,4 @@
-"""`trainyard cancel`: end the job of a run."""
+"""`trainyard cancel`: End the job of a submitted run."""
 
 import os
 import signal

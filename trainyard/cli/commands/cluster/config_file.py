@@ -1,4 +1,4 @@
-"""`trainyard cluster`: configuration files of AWS ParallelCluster."""
+"""`trainyard cluster`: AWS ParallelCluster files: init, validate, explain."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""`trainyard jobs`: the state of submitted runs."""
+"""`trainyard jobs`: List submitted runs: state, step, loss, time left."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`trainyard logs`: the log of a submitted run."""
+"""`trainyard logs`: Print or follow the log of a submitted run."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""`trainyard submit`: train as a job of Slurm, or in the background of this machine."""
+"""`trainyard submit`: Train as a Slurm job that restarts automatically."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`trainyard supervise`: run inside a job, start the ranks of a run, and start them again if they fail."""
+"""`trainyard supervise`: Start the ranks of a run inside its job, and again if they fail."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""`trainyard config`: print the resolved configuration, or describe every key."""
+"""`trainyard config`: Validate a configuration and print it with all defaults."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`trainyard import`: convert configurations of other systems and show how each key maps."""
+"""`trainyard import`: Convert an NxD Training or Megatron-LM configuration."""
 
 import sys
 from pathlib import Path

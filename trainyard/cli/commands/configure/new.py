@@ -1,4 +1,4 @@
-"""`trainyard new`: write a short configuration file for the user's data, model size and hardware."""
+"""`trainyard new`: Write a configuration file for your data, model size and hardware."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 from trainyard.data.formats.documents import match_paths
 from trainyard.data.formats.megatron_bin import is_token_file
-from trainyard.data.loading.vocab import data_vocab_size
+from trainyard.data.loading.build import data_vocab_size
 from trainyard.evaluate.data_sets import ARROW_STATE_FILE, HDF5_SUFFIXES
 from trainyard.preflight.plan.compare_measured import catalog_hardware
 from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu

@@ -1,4 +1,4 @@
-"""`trainyard recipes`: list the built-in recipes."""
+"""`trainyard recipes`: List the built-in recipes."""
 
 from rich.console import Console
 from rich.table import Table

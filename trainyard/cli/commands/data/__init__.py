@@ -1,4 +1,4 @@
-"""`trainyard data`: prepare datasets for training. One file per subcommand."""
+"""`trainyard data`: Prepare data: extract, train a tokenizer, tokenize, pack, bert, inspect, show."""
 
 import typer
 

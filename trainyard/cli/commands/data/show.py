@@ -87,7 +87,7 @@ def ranks_at(directory: Path, step: int) -> int:
 
 def run_tokenizer(config: Config, directory: Path) -> Tokenizer | None:
     """The tokenizer of a run's data; None if it is not known, or no longer where it was."""
-    from trainyard.data.loading.build import tokenizer_spec
+    from trainyard.data.loading.text_stream import tokenizer_spec
 
     spec = tokenizer_spec(config)
     if config.data.source != "text" and config.data.tokenizer == "bytes":  # the default, which says nothing of tokens

@@ -1,4 +1,4 @@
-"""`trainyard eval`: evaluate a checkpoint of any format on data, or on tasks of lm-evaluation-harness."""
+"""`trainyard eval`: Evaluate a checkpoint of any format: loss, perplexity, bits per byte, tasks."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`trainyard fill-mask`: fill [MASK] with the BERT model of a checkpoint."""
+"""`trainyard fill-mask`: Fill [MASK] with the BERT model of a checkpoint."""
 
 import json
 from typing import Annotated

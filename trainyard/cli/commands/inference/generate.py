@@ -1,4 +1,4 @@
-"""`trainyard generate`: continue prompts with the model of a checkpoint."""
+"""`trainyard generate`: Continue prompts with the model of a checkpoint; talk to it."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`trainyard serve`: answer OpenAI's API with a checkpoint, to look at a model while it trains."""
+"""`trainyard serve`: Answer OpenAI's API with a checkpoint, to look at a model while it trains."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`trainyard get`: download models, tokenizers and data sets."""
+"""`trainyard get`: Download models, tokenizers and data: from the Hub, S3 and the web."""
 
 import os
 import re

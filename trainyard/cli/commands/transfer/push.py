@@ -1,4 +1,4 @@
-"""`trainyard push`: upload a run or checkpoint to the Hub or to an object store."""
+"""`trainyard push`: Upload a run or checkpoint to the Hub (with a model card) or to S3."""
 
 import time
 from contextlib import ExitStack

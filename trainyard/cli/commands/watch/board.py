@@ -1,4 +1,4 @@
-"""`trainyard board`: start TensorBoard for runs."""
+"""`trainyard board`: Start TensorBoard for runs."""
 
 import logging
 import tempfile
@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from trainyard.cli.console import interrupt_on_terminate
 from trainyard.core.errors import UserError, one_line
-from trainyard.metrics.loggers.tensorboard_logger import DIRECTORY
+from trainyard.metrics.loggers.builtin.tensorboard import DIRECTORY
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 6006

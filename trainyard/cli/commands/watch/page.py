@@ -1,4 +1,4 @@
-"""`trainyard page`: show runs in a browser while they train."""
+"""`trainyard page`: Show runs in a browser while they train."""
 
 import secrets
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`trainyard profile`: print the trace that profile.steps has written, by kind of kernel."""
+"""`trainyard profile`: Print the trace that profile.steps has written, by kind of kernel."""
 
 import json
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`trainyard report`: write the page of a run as one HTML file."""
+"""`trainyard report`: Write the page of a run as one HTML file."""
 
 import sys
 from pathlib import Path

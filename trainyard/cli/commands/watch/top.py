@@ -1,4 +1,4 @@
-"""`trainyard top`: a live view of a run and of the devices of this machine."""
+"""`trainyard top`: Show a run and its devices live: utilization, memory, loss, speed, slowest rank."""
 
 import json
 import os

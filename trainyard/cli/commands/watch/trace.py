@@ -1,4 +1,4 @@
-"""`trainyard trace`: write the spans of a run as a Perfetto trace, and say which rank waits for which."""
+"""`trainyard trace`: Write what each rank did as a Perfetto trace; say which rank waits for which."""
 
 import re
 from collections.abc import Sequence

@@ -17,13 +17,13 @@ from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.zero1 import MAX_IN_FLIGHT
 from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.memory.pass_memory import RankMemory
-from trainyard.preflight.plan.rank_parameters import local_params, rank_flat_buffer
+from trainyard.preflight.plan.rank_parameters import local_params, planned_rule, rank_flat_buffer
 from trainyard.train.decisions import zero_stage
+from trainyard.train.optim.flat_state import missing_state
+from trainyard.train.optim.update_rule import UpdateShape
 
 INIT_BYTES_PER_ELEMENT, PREVIOUS_CHUNK_BYTES_PER_ELEMENT = 32, 20
 """Bytes per element of the chunk of initial weights that core/counter_rng.py draws, and of the chunk before it."""
-UPDATE_BYTES_PER_WEIGHT, ROUNDED_UPDATE_BYTES_PER_WEIGHT = 24, 36
-"""Temporary bytes per weight of an update by torch operations, without and with stochastic rounding."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class OptimizerMemory:
         params = local_params(config.model, layout.model_shard(0), stages)
         flat = rank_flat_buffer(config, params, ranks)
         size, shard = flat.size, flat.shard_size
-        moments = 4 * (shard + flat.shard_undecayed_end)  # Muon keeps no second moment of matrices
+        rule = planned_rule(config)
+        partial = set[str]().union(*(missing_state(rule, param.spec) for param in params.values()))
+        moments = 4 * sum(flat.shard_undecayed_end if name in partial else shard for name in rule.state_names)
         if zero >= 2:
             resident = RankMemory(gradients=shard * master, optimizer=shard * master + moments)
             return cls(resident, flat, zero)
@@ -86,7 +88,7 @@ class OptimizerMemory:
         reduce, gradient = DTYPE_BYTES[precision.grad_reduce_dtype], DTYPE_BYTES[precision.grad_accum_dtype]
         if self.zero >= 2 or (not self.zero and reduce == gradient):
             return
-        sizes = [self._padded_elements(bucket) * reduce for bucket in self.flat.buckets]
+        sizes = [bucket.padded_elements * reduce for bucket in self.flat.buckets]
         for index, bucket in enumerate(self.flat.buckets):
             ahead = 0 if device.gathers_by_all_reduce else sum(sizes[index + 1 : index + MAX_IN_FLIGHT + 1])
             live = max(stage.get(_completing_layer(bucket), 0) for stage in live_after_layer)
@@ -94,43 +96,15 @@ class OptimizerMemory:
             current += sizes[index] // bucket.num_shards
             yield RankMemory(activations=live, buffers=ahead + current)
         if self.zero:
-            gathered = [self._padded_elements(bucket) + bucket.shard_elements for bucket in self.flat.buckets]
+            gathered = [bucket.padded_elements + bucket.shard_elements for bucket in self.flat.buckets]
             compute = DTYPE_BYTES[precision.compute_dtype]
             yield RankMemory(buffers=sum(sorted(gathered, reverse=True)[:MAX_IN_FLIGHT]) * compute)
 
-    def _padded_elements(self, bucket: Bucket) -> int:
-        """Elements of a bucket whose shards are padded to one size."""
-        return bucket.shard_elements * bucket.num_shards
-
     def update_workspace(self, config: Config, device: DeviceKind) -> RankMemory:
-        """Temporary memory of the optimizer's update; none where one kernel does it all."""
-        largest = max((span.shard_numel for span in self.flat.spans.values()), default=0)
-        shard, decay_end = self.flat.shard_undecayed_end, self.flat.shard_decay_end
-        rounded = config.precision.kind == "bf16_sr"
-        optimizer = 0
-        if config.optimizer.kind == "lamb":
-            optimizer = shard * (8 if rounded else 4) + UPDATE_BYTES_PER_WEIGHT * largest
-        elif device.fused_kernels and config.device.kernels == "fused":
-            pass
-        elif rounded:
-            optimizer = ROUNDED_UPDATE_BYTES_PER_WEIGHT * largest
-        elif config.precision.grad_accum_dtype == "bf16" and self.zero < 2:
-            optimizer = UPDATE_BYTES_PER_WEIGHT * max(decay_end, shard - decay_end)
-        return RankMemory(optimizer=optimizer + self._orthogonalization_workspace(config))
-
-    def _orthogonalization_workspace(self, config: Config) -> int:
-        """Memory of Muon's update: the matrices that a rank orthogonalizes and their results, one gathered bucket, and
-        the temporaries of the largest matrix."""
-        start, tp, ep = self.flat.shard_undecayed_end, config.layout.tp, config.layout.ep
-        buckets = [bucket for bucket in self.flat.buckets if bucket.shard_range.start >= start]
-        if not buckets:
-            return 0
-        dtype_bytes = DTYPE_BYTES[config.precision.compute_dtype]
-        spans = [span for bucket in buckets for span in bucket.spans]
-        owned = 2 * sum(prod(span.shape) // span.num_shards for span in spans)
-        gathered = 2 * tp * max(self._padded_elements(bucket) * (ep if bucket.of_experts else 1) for bucket in buckets)
-        largest = 3 * tp * max(prod(span.shape) * (ep if span.of_experts else 1) for span in spans)
-        return dtype_bytes * (owned + max(gathered, largest))
+        """Temporary memory of the optimizer's update."""
+        has_fused_kernels = device.fused_kernels and config.device.kernels == "fused"
+        shape = UpdateShape(config, self.flat, self.zero >= 2, has_fused_kernels)
+        return RankMemory(optimizer=planned_rule(config).workspace_bytes(shape))
 
 
 def _completing_layer(bucket: Bucket) -> int:

@@ -12,13 +12,22 @@ from math import prod
 from typing import NamedTuple
 
 from trainyard.config.schema import Config
+from trainyard.core.user_code import is_user_path
 from trainyard.families import family_of
+from trainyard.families.family import LOSSES
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.rank_parameters import LocalParam, local_params, local_params_by_stage, rank_flat_buffer
+from trainyard.preflight.plan.rank_parameters import (
+    LocalParam,
+    local_params,
+    local_params_by_stage,
+    planned_rule,
+    rank_flat_buffer,
+)
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS
 from trainyard.preflight.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
 from trainyard.train.decisions import fp8_layer_range, loss_chunk_tokens, zero_stage
+from trainyard.train.optim.update_rule import UpdateShape
 from trainyard.train.status import StepStatus
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
@@ -90,7 +99,8 @@ def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) 
     _add_pipeline(messages)
     params = local_params(config.model, layout.model_shard(rank), messages.stages)
     (_add_data_parallel if zero_stage(config, messages.shards) < 2 else _add_fsdp)(messages, params)
-    loss_terms = 0 if config.train.loss else family_of(config.model).loss_terms
+    loss = config.train.loss or family_of(config.model).loss
+    loss_terms = 0 if is_user_path(loss) else len(LOSSES.find(loss).term_names)
     messages.add("dp_cp", messages.shards, "all_reduce", "float32", loss_terms)  # numbers of labels with a loss
     messages.add("world", layout.world_size, "all_reduce", "float32", 2 * max(loss_terms, 1) + STATUS_VALUES)
     return messages.counts
@@ -144,7 +154,7 @@ def _add_data_parallel(messages: _RankMessages, params: dict[str, LocalParam]) -
             size = bucket.full_range.stop - bucket.full_range.start
             messages.add(*group, "all_reduce", messages.reduce_dtype, size)
             continue
-        size = bucket.num_shards * bucket.shard_elements
+        size = bucket.padded_elements
         messages.add(*group, "reduce_scatter", messages.reduce_dtype, size)
         messages.add(*group, "all_gather", messages.compute_dtype, size)
     _add_replicated_params(messages, params, flat, DTYPE_NAMES[config.precision.grad_accum_dtype])
@@ -198,30 +208,14 @@ def _add_replicated_params(
     ends = {0, layout.stage_owner(layout.pp * layout.vpp - 1)}
     tied = len(ends) if messages.coords["pp"] in ends else 1
     messages.add("tied_embedding", tied, "all_reduce", dtype, elements["tied_embedding"])
-    # Each parameter's norm (LAMB: of its gradient, of itself and of its update), then the global norm.
+    # The norms of each parameter, then the global norm.
     group, size = ("dp_cp_tp", layout.tp * messages.shards) if zero or layout.ep > 1 else ("tp", layout.tp)
-    norms = 3 if messages.config.optimizer.kind == "lamb" else 1
-    messages.add(group, size, "all_reduce", "float32", len(flat.spans), norms)
+    rule = planned_rule(messages.config)
+    messages.add(group, size, "all_reduce", "float32", len(flat.spans), rule.norms_per_parameter)
     messages.add("pp", layout.pp, "all_reduce", "float32", 1)
-    _add_muon(messages, flat)
-
-
-def _add_muon(messages: _RankMessages, flat: FlatBuffer) -> None:
-    """Muon gathers the matrices of each bucket over ZeRO shards, tensor-parallel and expert-parallel ranks, and returns
-    the shards."""
-    tp, dtype = messages.layout.tp, messages.compute_dtype
-    for bucket in flat.buckets:
-        if bucket.shard_range.start < flat.shard_undecayed_end:
-            continue
-        group, data_ranks = messages.data_group(bucket.of_experts)
-        ep, shards = messages.layout.ep if bucket.of_experts else 1, bucket.num_shards
-        size = shards * bucket.shard_elements
-        for kind in ("all_gather", "reduce_scatter"):
-            messages.add("ep", ep, kind, dtype, ep * tp * size)
-            messages.add("tp", tp, kind, dtype, tp * size)
-            messages.add(group, shards, kind, dtype, size)
-        if shards == 1:
-            messages.add(group, data_ranks, "all_reduce", dtype, size)
+    for message in rule.messages(UpdateShape(messages.config, flat, zero >= 2)):
+        groups = {"data": messages.data_group(message.of_experts), "tp": ("tp", layout.tp), "ep": ("ep", layout.ep)}
+        messages.add(*groups[message.group], message.kind, messages.compute_dtype, message.elements)
 
 
 def _replicated_rows(param: LocalParam, shard_rows: int, rows: int) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,7 @@ from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware
 from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
-from trainyard.preflight.plan.rank_parameters import local_params_by_stage
+from trainyard.preflight.plan.rank_parameters import local_params_by_stage, planned_rule
 from trainyard.preflight.plan.time.comm_volume import GROUP_AXES, Message, step_messages
 from trainyard.preflight.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
 from trainyard.train.decisions import fp8_layer_range, packs_batches
@@ -179,8 +179,8 @@ def _pipeline_rank_time(
     axes |= {axis: ideal.at_efficiency(efficiency) for axis, (_, _, ideal) in traffic.items()}
     # A ring sends keys and values while a block of attention is computed.
     hidden_cp = min(axes["cp"], compute["attention"]) if config.layout.cp_method == "ring" else 0.0
-    passes = 2 if config.optimizer.kind == "lamb" else 1
-    update_bytes = passes * UPDATE_BYTES_PER_WEIGHT * local_weight_count(config, layout, pp, bool(config.layout.zero))
+    weights = local_weight_count(config, layout, pp, bool(config.layout.zero))
+    update_bytes = planned_rule(config).passes * UPDATE_BYTES_PER_WEIGHT * weights
     update = update_bytes / hardware.memory_bandwidth / efficiency.memory
     # Gradients are reduced during the last backward pass and weights gathered during the next forward pass; with ZeRO-2
     # and 3 in every micro batch. The published Trainium runs did not overlap them.

@@ -34,7 +34,7 @@ from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.eager_checkpoint import eager_checkpoint
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS, PartRecorder
 from trainyard.train.cross_entropy import make_head_loss
-from trainyard.train.losses import make_loss
+from trainyard.train.loss import make_loss
 from trainyard.train.micro_batches.split import TOKEN_FIELDS
 from trainyard.train.optim.flat_state import DTYPES
 from trainyard.train.optim.gradient_sync import accumulate_into
@@ -305,7 +305,7 @@ class StageRun:
             self.recorder.enter(LOSS)
             return cast(partial[Tensor], head_loss)(output, labels, max_chunks=self.traced_chunks)
 
-        terms = make_loss(family_of(self.stage.model), traced_head_loss).terms(output, self.batch)
+        terms = make_loss(family_of(self.stage.model).loss, traced_head_loss).terms(output, self.batch)
         return torch.stack([total for total, _ in terms.values()]).sum()
 
     def _enter(self, layer: str) -> None:

@@ -1,1 +1,1 @@
-"""Update rules: what a step does with gradients, by `optimizer.kind`."""
+"""The built-in update rules: one file each with RULE, found by its file name. No torch in here."""

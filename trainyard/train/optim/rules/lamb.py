@@ -1,38 +1,32 @@
 """LAMB: Adam with a trust ratio for every matrix, for very large batches (You et al., arXiv 1904.00962)."""
 
-import torch
+from typing import Any
 
-from trainyard.train.optim.rules.adamw import adam_direction_
-from trainyard.train.optim.rules.update_rule import RuleContext, StepScalars
+from trainyard.core.section import Section
+from trainyard.train.optim.update_rule import ADAM_STATE, UPDATE_BYTES_PER_WEIGHT, UpdateRule, UpdateShape
 
 
-class Lamb:
+class LambKeys(Section):
+    trust_clip: bool = False
+    """lamb: limit the trust ratio to at most 1."""
+
+
+class Lamb(UpdateRule):
     """Scales each matrix's update to lr times the matrix's norm. Parameters without weight decay get plain Adam."""
 
-    def __init__(self, context: RuleContext) -> None:
-        self.context, self.state, self.config = context, context.state, context.config
+    state_names = ADAM_STATE
+    keys = LambKeys
+    implementation = "trainyard.train.optim.updates.lamb:LambUpdate"
+    norms_per_parameter = 3  # of its gradient, of itself and of its update
+    passes = 2
 
-    def update(self, scalars: StepScalars) -> None:
-        c, state, finite = self.config, self.state, scalars.finite
-        updates = torch.zeros_like(state.exp_avg)
-        old_weights = state.master_weights.float()
-        for name in state.names:
-            gradient, exp_avg, exp_avg_sq, update, old = (
-                state.shard_view(buffer, name)
-                for buffer in (state.reduced_grads, state.exp_avg, state.exp_avg_sq, updates, old_weights)
-            )
-            constants = (self.context.weight_decay(name), c.beta1, c.beta2, c.eps)
-            direction = adam_direction_(gradient, (exp_avg, exp_avg_sq), scalars[:4], constants)
-            update.copy_(direction + constants[0] * old)
-        # A matrix may be sharded over ranks; the norms are those of the full matrices.
-        sync = self.context.replica_sync
-        weight_norms, update_norms = sync.squared_norms(old_weights).sqrt(), sync.squared_norms(updates).sqrt()
-        ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
-        ratios = ratios.clamp(max=1.0) if c.trust_clip else ratios
-        for index, name in enumerate(state.names):
-            old, update = state.shard_view(old_weights, name), state.shard_view(updates, name)
-            ratio = ratios[index] if self.context.weight_decay(name) else 1.0
-            new = torch.where(finite, old - scalars.lr * ratio * update, old)
-            self.context.store_weights(name, new, scalars)
-        if state.copies_weights:
-            state.weights.copy_(state.master_weights)
+    def __init__(self, **keys: Any) -> None:
+        self.options = LambKeys(**keys)
+
+    def workspace_bytes(self, shape: UpdateShape) -> int:
+        """All updates, and with bf16 weights also their fp32 values, exist before the first is applied."""
+        bytes_per_weight = 8 if shape.config.precision.kind == "bf16_sr" else 4
+        return shape.flat.shard_undecayed_end * bytes_per_weight + UPDATE_BYTES_PER_WEIGHT * shape.largest_parameter
+
+
+RULE = Lamb

@@ -1,167 +1,84 @@
-"""Muon for the matrices of blocks, AdamW for embeddings, output projection, norms and biases.
-
-Muon replaces the momentum of a matrix by an approximation of its nearest orthogonal matrix, computed with Newton-Schulz
-iterations (Keller Jordan, https://kellerjordan.github.io/posts/muon; torch.optim.Muon). The iteration needs the full,
-unfused matrix:
-
-1. Every rank updates its shard of the momentum and all-gathers the update directions over ZeRO shards,
-   tensor-parallel ranks and, for experts, expert-parallel ranks, one bucket at a time. It keeps the matrices that are
-   assigned to it.
-2. Every rank orthogonalizes its matrices, all ranks of a pipeline stage in parallel.
-3. A reduce-scatter returns the rows of each rank's shard. Every element has one owner and zeros elsewhere, so the sum
-   is exact and the result does not depend on the layout.
-"""
+"""Muon: momentum that is orthogonalized, for the matrices of blocks (Keller Jordan,
+https://kellerjordan.github.io/posts/muon; torch.optim.Muon); AdamW for everything else."""
 
 from collections.abc import Iterator
-from itertools import product
-from math import prod, sqrt
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from trainyard.core.splits import ModelShard
-from trainyard.models.sharding import fused_starts, shard_tensor, unshard_tensor
-from trainyard.parallel.flat_buffer import Bucket, ParamSpan
-from trainyard.parallel.mesh import SINGLE_RANK
-from trainyard.parallel.process_group import Group
+from trainyard.core.constants import DTYPE_BYTES
+from trainyard.core.section import Section
 from trainyard.train.optim.rules.adamw import AdamW
-from trainyard.train.optim.rules.update_rule import RuleContext, StepScalars
+from trainyard.train.optim.update_rule import UpdateMessage, UpdateShape
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Quintic iteration of the reference implementation: steep at 0, singular values end up between about 0.7 and 1.2."""
-NORM_EPS = 1e-7
+if TYPE_CHECKING:
+    from trainyard.families.blueprint import ParamSpec
+    from trainyard.parallel.flat_buffer import Bucket
 
 
-class Muon:
+class MuonKeys(Section):
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """muon: decay rate of the momentum, 0 to below 1."""
+    nesterov: bool = True
+    """muon: use Nesterov momentum."""
+    ns_steps: int = Field(5, ge=1, le=20)
+    """muon: Newton-Schulz iterations, in the compute dtype."""
+    lr_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that values of
+    lr and weight_decay for adamw fit; original: sqrt(max(1, rows / columns))."""
+    adamw_lr: float | None = Field(None, gt=0)
+    """muon: peak learning rate of the parameters that adamw updates; it follows the schedule of optimizer.lr. Default:
+    optimizer.lr."""
+
+
+class Muon(AdamW):
     """The update of a matrix is lr times a shape factor times its orthogonalized momentum."""
 
-    def __init__(self, context: RuleContext) -> None:
-        self.context, self.state, self.config, self.mesh = context, context.state, context.config, context.mesh
-        self.adamw = AdamW(context)
-        self.adamw_lr_ratio = (self.config.adamw_lr or self.config.lr) / self.config.lr
-        start = self.state.flat.shard_undecayed_end
-        self.buckets = [bucket for bucket in self.state.flat.buckets if bucket.shard_range.start >= start]
-        names = [span.name for bucket in self.buckets for span in bucket.spans]
-        self.owned = self._assign_matrices(names)
-        self.lr_factors = {name: self._row_factors(name) for name in names}
+    keys = MuonKeys
+    implementation = "trainyard.train.optim.updates.muon:MuonUpdate"
+    missing_state = "second moment for the matrices that muon has updated"
 
-    def update(self, scalars: StepScalars) -> None:
-        self.adamw.update(scalars._replace(lr=scalars.lr * self.adamw_lr_ratio))
-        directions: dict[str, Tensor] = {}
-        for bucket in self.buckets:
-            directions |= self._gather_owned(bucket, self._update_momentum(bucket, scalars))
-        orthogonal = {name: newton_schulz(matrix, self.config.ns_steps) for name, matrix in directions.items()}
-        for bucket in self.buckets:
-            self._apply(bucket, self._scatter(bucket, orthogonal), scalars)
-        if self.state.copies_weights:
-            matrices = slice(self.state.flat.shard_undecayed_end, None)
-            self.state.weights[matrices].copy_(self.state.master_weights[matrices])
+    def __init__(self, **keys: Any) -> None:
+        self.options = MuonKeys(**keys)
 
-    def _update_momentum(self, bucket: Bucket, scalars: StepScalars) -> Tensor:
-        """Update this shard's momentum and return the direction to orthogonalize, in the compute dtype."""
-        momentum = self.config.momentum
-        g = self.state.reduced_grads[bucket.shard_range].float() * scalars.grad_scale
-        exp_avg = self.state.exp_avg[bucket.shard_range]
-        new_avg = exp_avg.lerp(g, 1 - momentum)
-        exp_avg.copy_(torch.where(scalars.finite, new_avg, exp_avg))
-        return (g.lerp(new_avg, momentum) if self.config.nesterov else new_avg).to(self.state.compute_dtype)
+    def state_of(self, spec: "ParamSpec") -> tuple[str, ...]:
+        """A matrix has a momentum and no second moment."""
+        is_matrix = spec.pipeline_stage == "block" and len(spec.shape) == 2
+        return ("exp_avg",) if is_matrix else self.state_names
 
-    def _gather_owned(self, bucket: Bucket, shard: Tensor) -> dict[str, Tensor]:
-        """The full unfused matrices of a bucket that this rank owns, from every rank's shard of it."""
-        mesh, shards, data_group, ep = self.mesh, *self._sharding(bucket)
-        gathered = data_group.all_gather(shard) if shards > 1 else shard
-        gathered = ep.all_gather(mesh.tp.all_gather(gathered)).view(ep.size * mesh.tp.size, shards, -1)
-        owned: dict[str, Tensor] = {}
-        for span, start in self._offsets(bucket):
-            if not self.owned[span.name]:
-                continue
-            parts = gathered[:, :, start : start + span.shard_numel].flatten(1)[:, : prod(span.shape)]
-            parts = parts.reshape(len(parts), *span.shape)
-            full = unshard_tensor(self.context.blueprint, span.name, parts.unbind(), ep.size)
-            owned |= {matrix: full[rows].clone() for matrix, rows in self.owned[span.name].items()}
-        return owned
+    def workspace_bytes(self, shape: UpdateShape) -> int:
+        """AdamW's, the matrices that a rank orthogonalizes and their results, one gathered bucket, and the temporaries
+        of the largest matrix."""
+        adamw, buckets = super().workspace_bytes(shape), _matrix_buckets(shape)
+        if not buckets:
+            return adamw
+        tp, ep = shape.config.layout.tp, shape.config.layout.ep
+        spans = [span for bucket in buckets for span in bucket.spans]
+        owned = 2 * sum(prod(span.shape) // span.num_shards for span in spans)
+        gathered = 2 * tp * max(bucket.padded_elements * (ep if bucket.of_experts else 1) for bucket in buckets)
+        largest = 3 * tp * max(prod(span.shape) * (ep if span.of_experts else 1) for span in spans)
+        return adamw + DTYPE_BYTES[shape.config.precision.compute_dtype] * (owned + max(gathered, largest))
 
-    def _scatter(self, bucket: Bucket, orthogonal: dict[str, Tensor]) -> Tensor:
-        """This rank's shard of a bucket, from the matrices that every rank has orthogonalized."""
-        tp, shards, data_group, ep = self.mesh.tp, *self._sharding(bucket)
-        shape = (ep.size, tp.size, shards, bucket.shard_elements)
-        out = torch.zeros(shape, dtype=self.state.compute_dtype, device=self.state.master_weights.device)
-        blueprint = self.context.blueprint
-        for span, start in self._offsets(bucket):
-            if not self.owned[span.name]:
-                continue
-            full = out.new_zeros(blueprint.spec(span.name).shape)
-            for matrix, rows in self.owned[span.name].items():
-                full[rows] = orthogonal[matrix]
-            for ep_rank, rank in product(range(ep.size), range(tp.size)):
-                shard = ModelShard(tp.size, rank, ep.size, ep_rank)
-                local = out.new_zeros(shards * span.shard_numel)
-                local[: prod(span.shape)] = shard_tensor(blueprint, span.name, full, shard).flatten()
-                out[ep_rank, rank, :, start : start + span.shard_numel] = local.view(shards, span.shard_numel)
-        reduced = tp.reduce_scatter(ep.reduce_scatter(out.view(-1)))
-        if shards > 1:
-            return data_group.reduce_scatter(reduced)
-        return data_group.all_reduce_sum(reduced)
-
-    def _sharding(self, bucket: Bucket) -> tuple[int, Group, Group]:
-        """Number of ZeRO shards of a bucket, the ranks that have the same values, and those that divide experts."""
-        ep = self.mesh.ep if bucket.of_experts else SINGLE_RANK
-        return bucket.num_shards, self.mesh.data_group(bucket.of_experts), ep
-
-    def _apply(self, bucket: Bucket, directions: Tensor, scalars: StepScalars) -> None:
-        state = self.state
-        for span, start in self._offsets(bucket):
-            old = state.shard_view(state.master_weights, span.name).float()
-            direction = directions[start : start + old.numel()].view_as(old).float()
-            decayed = old * (1 - scalars.lr * self.context.weight_decay(span.name))
-            new = decayed - scalars.lr * self.lr_factors[span.name] * direction
-            self.context.store_weights(span.name, torch.where(scalars.finite, new, old), scalars)
-
-    def _offsets(self, bucket: Bucket) -> Iterator[tuple[ParamSpan, int]]:
-        """Each parameter of a bucket and its first element in the bucket's shard."""
-        for span in bucket.spans:
-            yield span, span.shard_start - bucket.shard_range.start
-
-    def _assign_matrices(self, names: list[str]) -> dict[str, dict[str, slice]]:
-        """The unfused matrices that this rank orthogonalizes, by parameter, with their rows in the full parameter. The
-        most expensive matrix goes first, to the rank with the least work."""
-        blueprint, mesh = self.context.blueprint, self.mesh
-        matrices = [(name, piece) for name in names for piece in blueprint.local_slices(name)]
-        costs = {}
-        for _, piece in matrices:
-            short, long = sorted(piece.sizes)
-            costs[piece.name] = short * short * (2 * long + short)
-        work = [0] * (mesh.dp_cp.size * mesh.tp.size)
-        owned: dict[str, dict[str, slice]] = {name: {} for name in names}
-        for name, piece in sorted(matrices, key=lambda item: (-costs[item[1].name], item[1].name)):
-            owner = work.index(min(work))
-            work[owner] += costs[piece.name]
-            if owner == mesh.dp_cp.rank * mesh.tp.size + mesh.tp.rank:
-                start = fused_starts(blueprint, name)[piece.name]
-                owned[name][piece.name] = slice(start, start + piece.sizes[0])
-        return owned
-
-    def _row_factors(self, name: str) -> Tensor:
-        """[rows, 1] learning rate factors of this rank's rows, from the shapes of the full unfused matrices."""
-        adjust, local = self.config.lr_adjust, self.context.blueprint.local_slices(name, self.mesh.model_shard)
-        factors = torch.cat([torch.full((piece.sizes[0], 1), lr_factor(piece.global_shape, adjust)) for piece in local])
-        rows = self.state.shard_row_range(name)
-        return factors[rows.start : rows.stop].to(self.state.master_weights.device)
+    def messages(self, shape: UpdateShape) -> Iterator[UpdateMessage]:
+        """The matrices of each bucket are gathered over ZeRO shards, tensor-parallel and expert-parallel ranks; the
+        shards are returned."""
+        tp = shape.config.layout.tp
+        for bucket in _matrix_buckets(shape):
+            experts, size = bucket.of_experts, bucket.padded_elements
+            ep = shape.config.layout.ep if experts else 1
+            for kind in ("all_gather", "reduce_scatter"):
+                if experts:
+                    yield UpdateMessage("ep", kind, ep * tp * size, experts)
+                yield UpdateMessage("tp", kind, tp * size, experts)
+                if bucket.num_shards > 1:
+                    yield UpdateMessage("data", kind, size, experts)
+            if bucket.num_shards == 1:
+                yield UpdateMessage("data", "all_reduce", size, experts)
 
 
-def lr_factor(shape: tuple[int, ...], adjust: str) -> float:
-    """Learning rate factor of a matrix: `match_rms_adamw` makes the RMS of updates that of AdamW, about 0.2 (Moonlight,
-    arXiv 2502.16982), `original` is sqrt(max(1, rows / columns))."""
-    rows, columns = shape
-    return 0.2 * sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else sqrt(max(1, rows / columns))
+def _matrix_buckets(shape: UpdateShape) -> "list[Bucket]":
+    return [bucket for bucket in shape.flat.buckets if bucket.shard_range.start >= shape.flat.shard_undecayed_end]
 
 
-def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Approximate U V^T of the singular value decomposition U S V^T of `matrix`, in its dtype."""
-    a, b, c = COEFFICIENTS
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=NORM_EPS)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+RULE = Muon

@@ -6,13 +6,13 @@ Wang et al., arXiv 2408.15664. The load arrives as the gradient of the bias, sum
 import torch
 from torch import Tensor
 
-from trainyard.train.optim.rules.update_rule import RuleContext, StepScalars
+from trainyard.train.optim.updates.context import StepScalars, UpdateContext
 
 
 class LoadBalance:
     """Updates the parameters with a `load_step`."""
 
-    def __init__(self, context: RuleContext) -> None:
+    def __init__(self, context: UpdateContext) -> None:
         self.context, self.state = context, context.state
         specs = {name: context.blueprint.spec(name) for name in self.state.names}
         self.steps = {name: spec.load_step for name, spec in specs.items() if spec.load_step}

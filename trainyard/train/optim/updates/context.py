@@ -1,5 +1,4 @@
-"""The interface between the optimizer and its update rules. A new built-in rule is one file plus an entry in
-optimizer.RULES; rules of the user are in user_rule.py."""
+"""What the optimizer gives to the implementation of an update rule, and what it calls."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -38,8 +37,8 @@ class StepScalars(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RuleContext:
-    """Everything that a rule may use to build itself."""
+class UpdateContext:
+    """Everything that an update may use to build itself."""
 
     state: FlatState
     config: OptimizerSection
@@ -70,10 +69,10 @@ class RuleContext:
             rounding.weight.copy_(torch.where(scalars.finite, rounded, rounding.weight))
 
 
-class FlatRule(Protocol):
+class FlatUpdate(Protocol):
     """Updates the master weights and moments of a FlatState from its reduced gradients.
 
-    If the state `copies_weights`, the rule also updates `weights`. Nothing changes where `scalars.finite` is false.
+    If the state `copies_weights`, it also updates `weights`. Nothing changes where `scalars.finite` is false.
     """
 
     def update(self, scalars: StepScalars) -> None: ...

@@ -91,6 +91,9 @@ class TensorBoardLogger(Logger):
         self._add(step, Summary.Value(tag=tag, metadata=metadata, tensor=tensor), wall_time=wall_time)
 
 
+LOGGER = TensorBoardLogger
+
+
 def _session_start(values: dict[str, Any], name: str) -> Any:
     """The hyperparameters of a run for TensorBoard's HParams tab."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import SessionStartInfo

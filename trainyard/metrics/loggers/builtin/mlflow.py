@@ -118,3 +118,6 @@ class MlflowLogger(Logger):
         except Exception as error:
             self.stores_files = False
             logger.warning("logger mlflow stores no text samples: %s: %s", type(error).__name__, one_line(error))
+
+
+LOGGER = MlflowLogger

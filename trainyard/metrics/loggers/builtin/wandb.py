@@ -89,6 +89,9 @@ class WandbLogger(Logger):
             self.run.log(values, step=self.last_step)
 
 
+LOGGER = WandbLogger
+
+
 def steps_in_offline_runs(directory: Path, run_id: str) -> LoggedSteps:
     """The last step in the files that offline runs with this id left."""
     for path in sorted(directory.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"), reverse=True):

@@ -1,0 +1,305 @@
+"""One of each thing that one may add, from an installed package: an update rule, a loss, a data source, a logger, a
+command and hardware. They train, plan, resume and inspect without a line about them in the package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainyard.prepare.length_stats import InspectOptions
+
+from tests.support import configs
+from trainyard import Config, Trainer
+from trainyard.config.load import parse
+from trainyard.config.registries import SOURCES, UPDATE_RULES
+from trainyard.core.errors import UserError
+from trainyard.core.registry import Registry
+from trainyard.families.family import LOSSES
+from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.hardware.spec import parse_hardware, read_catalog
+from trainyard.preflight.plan.memory.optimizer_state import OptimizerMemory
+from trainyard.preflight.plan.time.comm_volume import step_messages
+from trainyard.prepare.inspect import inspect_path
+
+ENTRY_POINTS = """
+[trainyard.optimizers]
+lion = parts:Lion
+plain = parts:Plain
+[trainyard.losses]
+smooth = parts:SmoothLoss
+[trainyard.data_sources]
+counts = parts:COUNTS
+[trainyard.loggers]
+notebook = parts:Notebook
+[trainyard.commands]
+greet = greeting:greet
+"""
+PARTS = '''
+import numpy as np
+import torch
+from pydantic import Field
+
+from trainyard import DataSource, Logger, Loss, UpdateRule
+from trainyard.core.section import Section
+from trainyard.prepare.length_stats import InspectReport
+from trainyard.train.loss import count_labels
+
+
+class LionKeys(Section):
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.99, ge=0, lt=1)
+
+
+class Lion(UpdateRule):
+    state_names = ("exp_avg",)
+    keys = LionKeys
+
+    def __init__(self, **keys):
+        self.options = LionKeys(**keys)
+
+    def update(self, weight, gradient, state, lr, weight_decay, updates):
+        exp_avg = state["exp_avg"]
+        direction = exp_avg.lerp(gradient, 1 - self.options.beta1).sign()
+        return weight - lr * (direction + weight_decay * weight), {"exp_avg": exp_avg.lerp(gradient, 0.01)}
+
+
+class Plain(UpdateRule):
+    """SGD over the flat state itself."""
+
+    implementation = "parts:PlainUpdate"
+    norms_per_parameter = 2
+
+    def workspace_bytes(self, shape):
+        return 1000
+
+
+class PlainUpdate:
+    def __init__(self, rule, context):
+        self.context = context
+
+    def update(self, scalars):
+        state = self.context.state
+        for name in state.names:
+            old = state.shard_view(state.master_weights, name)
+            gradient = state.shard_view(state.reduced_grads, name).float() * scalars.grad_scale
+            self.context.store_weights(name, torch.where(scalars.finite, old - scalars.lr * gradient, old), scalars)
+        if state.copies_weights:
+            state.weights.copy_(state.master_weights)
+
+
+class SmoothLoss(Loss):
+    term_names = ("smooth", "extra")
+    is_causal = True
+
+    def label_counts(self, batch):
+        return [count_labels(batch["labels"])] * 2
+
+    def terms(self, output, batch):
+        total, count = self.head_loss(output, batch["labels"]), count_labels(batch["labels"])
+        return {"smooth": (total, count), "extra": (0 * total, count)}
+
+
+class Numbers:
+    def __init__(self, paths, seq_len):
+        self.numbers, self.seq_len = np.concatenate([np.load(path) for path in paths]), seq_len
+
+    def __len__(self):
+        return (len(self.numbers) - 1) // self.seq_len
+
+    def samples(self, indices):
+        rows = np.stack([self.numbers[i * self.seq_len : (i + 1) * self.seq_len + 1] for i in indices]).astype("i4")
+        return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+class Counts(DataSource):
+    """Tokens in a .npy file."""
+
+    is_countable = True
+    inspector = "parts:inspect_numbers"
+
+    def open(self, config, paths, remote):
+        return Numbers(paths, config.data.seq_len), None
+
+    def vocab_size(self, config, remote):
+        return int(max(np.load(path).max() for path in config.data.paths)) + 1
+
+    def recognizes(self, path):
+        return path.suffix == ".npy"
+
+
+def inspect_numbers(path, options, on_progress):
+    report = InspectReport(str(path), "numbers")
+    report.facts = {"tokens": len(np.load(path))}
+    return report
+
+
+COUNTS = Counts()
+
+
+class Notebook(Logger):
+    def start(self, run):
+        self.file = run.directory / "notebook.txt"
+
+    def log(self, step, record):
+        with self.file.open("a") as file:
+            file.write(f"{step}\\n")
+'''
+GREETING = '''
+from typing import Annotated
+
+from typer import Option
+
+
+def greet(name: Annotated[str, Option(help="Whom.")] = "you") -> None:
+    """Greet someone.
+
+    Example:
+
+      trainyard greet --name Ada
+    """
+    print(f"hello {name}")
+'''
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of installed packages, which is the current one."""
+    packages = tmp_path / "packages"
+    metadata = packages / "parts-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (packages / "parts.py").write_text(PARTS)
+    (packages / "greeting.py").write_text(GREETING)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: parts\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return packages
+
+
+def small(*overrides: str) -> Config:
+    return parse(configs.tiny_config().model_dump(mode="json"), ["data.source=text", *overrides])
+
+
+def train(config: Config) -> list[float]:
+    """The losses of a run."""
+    lines = (Trainer(config).run().directory / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for line in lines if "loss" in (record := json.loads(line))]
+
+
+def test_update_rule_trains_and_resumes(tmp_path: Path) -> None:
+    keys = ("optimizer.kind=lion", "optimizer.lr=1e-3", "optimizer.options.beta1=0.8", "schedule.kind=constant")
+    whole = train(small(*keys, "checkpoint.every=2", "log.name=whole"))
+    assert whole[-1] < whole[0]
+    (checkpoint,) = tmp_path.glob("runs/whole/**/*2/")
+    resumed = small(*keys, f"checkpoint.resume={checkpoint}", "log.name=resumed")
+    assert list(Trainer(resumed).optimizer.state.saved_buffers()) == ["weights", "first"]
+    assert train(resumed) == whole[2:]
+
+
+def test_update_rule_is_planned() -> None:
+    def memory(kind: str) -> OptimizerMemory:
+        config = small(f"optimizer.kind={kind}")
+        layout = Layout.from_config(config, 1)
+        return OptimizerMemory.from_config(config, layout, layout.stages_on(0))
+
+    adamw, lion, plain = memory("adamw"), memory("lion"), memory("plain")
+    assert adamw.resident.optimizer - lion.resident.optimizer == 4 * adamw.flat.shard_size
+    assert lion.resident.optimizer - plain.resident.optimizer == 4 * adamw.flat.shard_size
+    config = small("optimizer.kind=plain", "layout.tp=2")
+    norms = [m for m in step_messages(config, Layout.from_config(config, 2), 0, 2**20).items() if m[0].group == "tp"]
+    assert 2 in [count for message, count in norms if message.kind == "all_reduce"]
+
+
+def test_update_rule_over_the_flat_state_trains_as_torch() -> None:
+    trainer = Trainer(
+        small(
+            "optimizer.kind=plain",
+            "optimizer.lr=0.1",
+            "optimizer.max_grad_norm=0",
+            "train.steps=1",
+            "schedule.kind=constant",
+        )
+    )
+    parameters = {name: trainer.model.get_parameter(name) for name in trainer.optimizer.state.names}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    trainer.run()
+    state = trainer.optimizer.state
+    for name, parameter in parameters.items():
+        gradient = state.shard_view(state.gradients, name)
+        assert torch.allclose(parameter, before[name] - 0.1 * gradient, atol=1e-7)
+        assert gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (("optimizer.kind=lyon",), "not one of adamw, lamb, muon, lion, plain, or module:Class; nearest: lion"),
+        (("optimizer.kind=lion", "optimizer.options.beta3=1"), r"optimizer.options.beta3=1: .*known: beta1, beta2"),
+        (("data.source=count",), "nearest: counts"),
+        (("data.source=counts",), "paths: missing; data.source=counts reads files"),
+        (("log.loggers=notebok",), "nearest: notebook"),
+        (("train.loss=smoth",), "nearest: smooth"),
+    ],
+)
+def test_mistakes_name_the_nearest(overrides: tuple[str, ...], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        Trainer(small(*overrides))
+
+
+def test_loss_trains_with_its_terms_and_is_planned() -> None:
+    config = small("train.loss=smooth", "log.name=smooth")
+    assert train(config) == train(small("log.name=plain"))
+    record = json.loads((Path("runs/smooth/metrics.jsonl")).read_text().splitlines()[0])
+    assert record["loss/smooth"] == record["loss"]
+    config = small("train.loss=smooth")
+    messages = step_messages(config, Layout.from_config(config, 2), 0, 2**20)
+    assert any(message.nbytes == 2 * 4 and message.group == "dp_cp" for message in messages)  # two counts
+    assert train(small("train.loss=parts:SmoothLoss", "log.name=path")) == train(small("log.name=again"))
+
+
+def test_data_source_trains_is_counted_and_inspected(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.npy"
+    np.save(path, np.tile(np.arange(100), 100))
+    keys = ("data.source=counts", f"data.paths={path}", "data.seq_len=64", "train.steps=8")
+    found = train(small(*keys))
+    assert found[-1] < found[0]
+    assert train(small(*keys, "data.source=parts:COUNTS", "log.name=path")) == found
+    report = inspect_path(path, InspectOptions(False, 0, None, None, "text"), lambda done, total: None)
+    assert report.facts == {"tokens": 10_000}
+    assert SOURCES.find("counts").vocab_size(small(*keys), None) == 100
+
+
+def test_logger_logs(tmp_path: Path) -> None:
+    train(small("log.loggers=notebook"))
+    (written,) = tmp_path.glob("runs/*/notebook.txt")
+    assert written.read_text().split() == ["1", "2", "3", "4"]
+
+
+def test_command_runs(installed: Path) -> None:
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{installed}:{root}"}
+
+    def call(*arguments: str) -> str:
+        command = [sys.executable, "-m", "trainyard", "greet", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert call("--name", "Ada") == "hello Ada\n"
+    assert "trainyard greet --name Ada" in call("--help")
+
+
+def test_hardware_is_one_entry(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.yaml"
+    path.write_text("b200: {like: h200, bf16_flops: 2.25e+15, memory: 200000000000}\n")
+    hardware = parse_hardware("b200:16", read_catalog(path))
+    assert (hardware.ranks, hardware.entry.bf16_flops) == (16, 2.25e15)
+
+
+@pytest.mark.parametrize("registry", [LOSSES, SOURCES, UPDATE_RULES])
+def test_objects_of_another_class_are_refused(registry: Registry[object]) -> None:
+    with pytest.raises(UserError, match=f"{registry.key}=parts:inspect_numbers: expected .* found a function"):
+        registry.find("parts:inspect_numbers")

@@ -1,0 +1,31 @@
+"""Samples that are functions of their index, for trials and benchmarks."""
+
+from typing import TYPE_CHECKING
+
+from trainyard.data.source import DataSource
+
+if TYPE_CHECKING:
+    from trainyard.config.data_schema import DataSection
+    from trainyard.config.schema import Config
+    from trainyard.data.loading.dataset import Dataset
+    from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles
+
+
+class SyntheticSource(DataSource):
+    reads_files = needs_paths = False
+    has_fixed_length = True
+    losses = ("causal_lm", "bert_pretraining")
+
+    def open(
+        self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
+    ) -> "tuple[Dataset, Dataset | None]":
+        from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
+        from trainyard.families import family_of
+
+        return (SyntheticTokens(config) if family_of(config.model).is_causal else SyntheticSentencePairs(config)), None
+
+    def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":
+        return []
+
+
+SOURCE = SyntheticSource()

@@ -1,0 +1,1 @@
+"""The built-in loggers: one file each with LOGGER, found by its file name."""
