@@ -12,11 +12,6 @@ from trainyard.families.model_config import ModelConfig
 CAUSAL_FIELDS = ("tokens", "labels")
 
 
-def causal_keys(c: Any, seq_len: int) -> float:
-    """Mean number of keys that a query of a causal model attends to."""
-    return (seq_len + 1) / 2
-
-
 @dataclass(frozen=True)
 class Family:
     """A model family, built in or from outside the package."""
@@ -35,8 +30,6 @@ class Family:
     """The loss it is trained with unless the user gives one; train/losses.py implements it."""
     batch_fields: tuple[str, ...] = CAUSAL_FIELDS
     """Fields of a batch that its samples always have (core/batch.py describes all fields)."""
-    visible_keys: Callable[[Any, int], float] = causal_keys
-    """Mean number of keys that a query attends to, by configuration and sequence length, for FLOP counts."""
     score_passes: int = 0
     """Times that each attention score moves through memory where no fused kernel computes attention as this family's
     published runs do (Trainium); 0 if a kernel keeps scores on the chip."""
@@ -66,3 +59,11 @@ class Family:
     def is_causal(self) -> bool:
         """True if it predicts the next token, and can therefore generate text."""
         return self.loss == "causal_lm"
+
+    def visible_keys(self, c: ModelConfig, layer: int, seq_len: int) -> float:
+        """Mean number of keys that a query of this layer attends to, for FLOP counts: in a causal model the window,
+        but fewer at the start."""
+        if not self.is_causal:
+            return seq_len
+        window = min(c.attention_window(layer) or seq_len, seq_len)
+        return window - window * (window - 1) / 2 / seq_len

@@ -58,7 +58,7 @@ class Bert(TransformerStage):
         self.segment = make.embedding("segment")
         self.embedding_norm = make.layer_norm("embedding_norm", c.norm_eps)
         self.dropout = make.dropout(c.hidden_dropout, "embedding")
-        self.layers = nn.ModuleDict({str(i): BertBlock(c, make, f"layers.{i}") for i in range(c.layers)})
+        self.layers = make.blocks(lambda name: BertBlock(c, make, name))
         self.mlm = BertMlmHead(c, make)
         self.pooler, self.nsp = make.linear("pooler"), make.linear("nsp")
 

@@ -130,7 +130,7 @@ class MoeMLP(Recomputable):
         _, T, E = logits_BTE.shape
         tokens = T * self.cp.size
         share_BE = self.cp.group.all_reduce_sum(count_BE) / tokens
-        balance = E * (share_BE[:, None] * logits_BTE.softmax(-1)).sum() / tokens / self.c.layers
+        balance = E * (share_BE[:, None] * logits_BTE.softmax(-1)).sum() / tokens / len(self.c.expert_layers)
         z = logits_BTE.logsumexp(-1).square().sum() / tokens
         loss = (self.c.balance_loss * balance + self.c.z_loss * z) / (self.samples_per_step * self.tp.size)
         if self.c.router_bias:

@@ -133,6 +133,5 @@ FAMILY = Family(
     ),
     loss="bert_pretraining",
     batch_fields=BATCH_FIELDS,
-    visible_keys=lambda c, seq_len: seq_len,
     score_passes=12,  # masks and dropout are passes of their own
 )

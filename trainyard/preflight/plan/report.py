@@ -110,7 +110,7 @@ def max_rank_memory(config: Config, layout: Layout, device_kind: str, limit: flo
     """Bytes of the rank with the highest peak, or of the first one found above `limit`. Among pipeline ranks with the
     same work that is the first one, which has the most micro batches in flight."""
     most = 0
-    for pp in distinct_pipeline_ranks(layout):
+    for pp in distinct_pipeline_ranks(config, layout):
         most = max(most, estimate_memory(config, layout, pp, device_kind).total)
         if most > limit:
             break

@@ -1,5 +1,6 @@
 """Sizes and options of one rank that decide how much memory its activations need."""
 
+from collections.abc import Sequence
 from math import ceil
 
 from trainyard.config.schema import Config
@@ -9,7 +10,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.micro_batch import MicroBatchShape
 from trainyard.preflight.plan.trace.stage_run import TracedStage
-from trainyard.train.decisions import fuses_wgrad, packs_batches
+from trainyard.train.decisions import fp8_layer_range, fuses_wgrad, packs_batches
 from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE
 
 
@@ -41,11 +42,12 @@ class RankSizes:
         self.local_hidden_bytes = tokens * config.model.hidden * DTYPE_BYTES[config.precision.compute_dtype]
         """Bytes of the activations between attention and MLP."""
 
-    def traced_stage(self, layers: int, fp8_layers: range, is_first: bool, is_last: bool) -> TracedStage:
-        """The stage with this number of layers."""
+    def traced_stage(self, layers: Sequence[int], is_first: bool, is_last: bool) -> TracedStage:
+        """A stage with these layers."""
         config, layout = self.config, self.layout
         return TracedStage(
-            config.model.model_copy(update={"layers": layers}),
+            config.model,
+            tuple(layers),
             self.micro_batch,
             layout.tp,
             layout.cp,
@@ -54,7 +56,7 @@ class RankSizes:
             self.sequence_parallel,
             config.recompute,
             config.precision,
-            fp8_layers,
+            fp8_layer_range(config),
             self.device,
             self.fused_kernels,
             fuses_wgrad(config, layout, self.fused_kernels, config.compile.enabled),

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from trainyard.config.schema import Config
+from trainyard.families.flops import flops_per_sample
 from trainyard.models import family_of
-from trainyard.models.flops import flops_per_sample
 from trainyard.preflight.plan.hardware.spec import Hardware
 
 HOUR_S = 3600.0

@@ -43,7 +43,8 @@ class TracedStage:
     """What decides which tensors a stage allocates. Equal ones have equal traces."""
 
     model: ModelConfig
-    """With as many layers as are traced."""
+    layers: tuple[int, ...]
+    """The layers that are traced, in the order in which they run."""
     micro_batch: MicroBatchShape
     tp: int
     cp: int
@@ -53,7 +54,7 @@ class TracedStage:
     recompute: RecomputeSection
     precision: PrecisionSection
     fp8_layers: range
-    """The traced layers that multiply in fp8."""
+    """The layers of the model that multiply in fp8."""
     device: DeviceKind
     fused_kernels: bool
     fused_wgrad: bool
@@ -83,7 +84,7 @@ class StageRun:
         axes = Axes(TensorAxis(tp, stage.sequence_parallel), ContextAxis(cp, stage.cp_method), ExpertAxis(ep))
         self.fp8 = Fp8Options(precision.fp8_scaling, precision.fp8_backward) if precision.kind == "fp8" else None
         fp8 = models.Fp8Layers(self.fp8, stage.fp8_layers) if self.fp8 else None
-        spec = StageSpec(0, range(stage.model.layers), stage.is_first, stage.is_last)
+        spec = StageSpec(0, stage.layers, stage.is_first, stage.is_last)
         self.model: TransformerStage = models.build_model(stage.model, META, axes, spec, self.kernels, fp8, factory)
         self.model.max_seq_len = stage.micro_batch.seq_len
         self.model.pre_layer_hook = self._enter

@@ -16,11 +16,13 @@ from trainyard.kernels.custom_op import PARTIAL_SUM_OPS
 from trainyard.models import family_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.dryrun.meta_ops import tensors_in
+from trainyard.preflight.plan.layer_kinds import traced_alike
 from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.attention_work import AttentionCall, AttentionFactory
 from trainyard.preflight.plan.trace.micro_batch import MicroBatchShape
 from trainyard.preflight.plan.trace.part_recorder import PartRecorder
 from trainyard.preflight.plan.trace.stage_run import StageRun, TracedStage
+from trainyard.train.decisions import fp8_layer_range
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
@@ -31,8 +33,6 @@ GROUPED_PRODUCTS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": 
 EXPERT_EXCHANGES = ("trainyard::exchange_counts", "trainyard::dispatch_rows", "trainyard::combine_rows")
 """Operators with an all-to-all in them. A trace has as many rows as experts that have equally many."""
 TRACED_DEVICE = DeviceKind(0, fused_kernels=True, gpu_operators=True)
-PLAIN_LAYER, FP8_LAYER = 0, 1
-"""The traced layers."""
 MessageKey = tuple[str, int, str, str, int]
 """Group, its size, kind, dtype and bytes of a message."""
 
@@ -52,8 +52,7 @@ class PartWork:
 
 
 def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
-    """Work by part of a model with one layer, and with a second one in fp8 if any layer is."""
-    fp8 = config.precision.kind == "fp8"
+    """Work by part of a model with the first layer of each kind."""
     micro_batch = MicroBatchShape(
         config.train.micro_batch,
         config.data.seq_len // layout.cp,
@@ -62,7 +61,8 @@ def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
         config.data.document_mask and not family_of(config.model).has_padding,
     )
     stage = TracedStage(
-        config.model.model_copy(update={"layers": 1 + fp8}),
+        config.model,
+        _traced_layers(config),
         micro_batch,
         layout.tp,
         layout.cp,
@@ -71,7 +71,7 @@ def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
         config.layout.sequence_parallel and layout.tp > 1,
         config.recompute,
         config.precision,
-        range(1, 1 + fp8),
+        fp8_layer_range(config),
         TRACED_DEVICE,
         fused_kernels=True,
         fused_wgrad=False,
@@ -79,6 +79,14 @@ def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
         is_last=True,
     )
     return _trace_stage_work(stage)
+
+
+def _traced_layers(config: Config) -> tuple[int, ...]:
+    """The first layer of each kind. Those in fp8 follow another one: the first block also adds the gradients of a
+    tensor that it takes twice (BERT)."""
+    fp8_layers, last = fp8_layer_range(config), config.model.layers - 1
+    layers = sorted(set(traced_alike(config)), key=lambda layer: (layer in fp8_layers, layer))
+    return (last, *layers) if layers[0] in fp8_layers and last not in layers else tuple(layers)
 
 
 @lru_cache(maxsize=4096)
