@@ -24,9 +24,9 @@ from trainyard.families.decoder import (
     decoder_hf_keys,
     read_rope,
 )
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import RMSNorm
 from trainyard.models.llama import Llama, LlamaAttention, LlamaMLP
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
 
 

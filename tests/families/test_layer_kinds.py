@@ -20,7 +20,7 @@ from trainyard.core.splits import ModelShard
 from trainyard.families import Family, find_family, registry
 from trainyard.families.blueprint import for_layers, parse_layers
 from trainyard.families.flops import flops_per_sample, layer_flops
-from trainyard.models import build
+from trainyard.models import rank_model
 from trainyard.models.init import initial_values
 from trainyard.models.llama import LlamaMLP
 from trainyard.models.moe import MoeMLP
@@ -185,7 +185,7 @@ def test_layers_of_one_kind_must_have_the_same_rows(monkeypatch: pytest.MonkeyPa
             return 0
 
     family: Family = replace(find_family(MODEL.family), config_class=OneKind)
-    monkeypatch.setattr(build, "family_of", lambda c: family)
+    monkeypatch.setattr(rank_model, "family_of", lambda c: family)
     section = OneKind.model_validate({**TWO_KINDS})
     with pytest.raises(UserError, match="layers 0 and 2 are of one kind, but have other rows in its blueprint"):
         models.build_model(section)

@@ -169,7 +169,7 @@ def test_tokens_beyond_the_capacity_skip_an_expert(factor: float) -> None:
     layer.eval()
     whole, _ = moe_layer()
     torch.testing.assert_close(layer(x), whole(x))  # evaluation drops nothing
-    layer.has_grouped_products = False
+    layer.has_grouped_gemm = False
     torch.testing.assert_close(layer(x), whole(x), atol=1e-6, rtol=1e-5)
     layer.train()
     for a, b in zip(*(torch.autograd.grad(out, parameters, dy) for out in (layer(x), y)), strict=True):
@@ -179,7 +179,7 @@ def test_tokens_beyond_the_capacity_skip_an_expert(factor: float) -> None:
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_bias_decides_which_experts_but_not_their_weights(grouped: bool) -> None:
     layer, c = moe_layer(router_bias=True, balance_loss=0.0, z_loss=0.0)
-    layer.has_grouped_products = grouped
+    layer.has_grouped_gemm = grouped
     bias = torch.tensor([0.4, -0.3, 0.0, 0.1])
     with torch.no_grad():
         layer.router["bias"].copy_(bias)

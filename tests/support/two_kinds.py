@@ -15,7 +15,7 @@ from trainyard.families.decoder import (
     decoder_hf_names,
     gated_mlp_specs,
 )
-from trainyard.families.hf_format import HfNameMap, HfTensor
+from trainyard.families.family import HfNameMap, HfTensor
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
 
 

@@ -74,13 +74,13 @@ class Device(ABC):
     synchronous: bool
     """True if work is complete when a call returns (there is no queue)."""
     max_logits_bytes: int
-    """Size of the fp32 logits that the loss materializes at a time: large enough for efficient matrix products."""
+    """Size of the fp32 logits that the loss materializes at a time: large enough for efficient matmuls."""
     attention_kernels: tuple[str, ...] = ()
     """Attention kernels that `device.attention` can select."""
     memory_model = "cpu"
     """Memory model for `plan`: a name in preflight/plan/memory/device_kinds.py."""
-    has_grouped_products = True
-    """Products of groups of rows with a matrix of their own, for mixtures of experts."""
+    has_grouped_gemm = True
+    """Grouped GEMM: groups of rows with a matrix of their own, for mixtures of experts."""
     decomposes_attention = False
     """True if attention across ranks or within documents uses plain operations on gathered keys and values, which the
     device's compiler traces like everything else. All ranks then have the same graph."""

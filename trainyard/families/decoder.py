@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 
 from trainyard.core.section import PositiveInt, Section, nearest_divisor, nearest_multiples
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, column_parallel_specs
-from trainyard.families.hf_format import REQUIRED, HfFormat, HfKeys, HfNameMap, HfTensor
-from trainyard.families.megatron_format import MegatronModel
+from trainyard.families.family import REQUIRED, HfFormat, HfKeys, HfNameMap, HfTensor, MegatronModel
 from trainyard.families.model_config import ModelConfig
 
 DECODER_MODULE = "trainyard.models.llama:Llama"

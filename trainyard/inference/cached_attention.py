@@ -11,8 +11,8 @@ from trainyard.core.counter_rng import RowSeeds
 from trainyard.core.splits import head_range
 from trainyard.families.blueprint import Blueprint
 from trainyard.kernels.reference import Kernels
-from trainyard.models.factory import Fp8Layers, ModuleFactory
 from trainyard.models.layers import CoreAttention
+from trainyard.models.module_factory import Fp8Layers, ModuleFactory
 from trainyard.parallel.axes import Axes
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
 from trainyard.families.blueprint import Blueprint
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import OutputProjection, token_seeds
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.layout import StageSpec
 
@@ -20,7 +20,7 @@ class RoutesTokens(Protocol):
     """A mixture of experts. It adds terms of its own to the loss, as means over the samples of a step."""
 
     samples_per_step: int
-    has_grouped_products: bool
+    has_grouped_gemm: bool
 
 
 class TransformerStage(nn.Module):
@@ -113,11 +113,11 @@ class TransformerStage(nn.Module):
         seeds = token_seeds(batch, self.token_positions(batch))
         return seeds, RowSeeds(*(self.tp.local_tokens(seed, self.tp_rank) for seed in seeds))
 
-    def configure_experts(self, samples_per_step: int, has_grouped_products: bool) -> None:
+    def configure_experts(self, samples_per_step: int, has_grouped_gemm: bool) -> None:
         """Tell mixtures of experts of how many samples the loss is a mean, and what the device can multiply."""
         for module in self.modules():
             if isinstance(module, RoutesTokens):
-                module.samples_per_step, module.has_grouped_products = samples_per_step, has_grouped_products
+                module.samples_per_step, module.has_grouped_gemm = samples_per_step, has_grouped_gemm
 
     def prune_to_stage(self, stage: StageSpec, blueprint: Blueprint) -> None:
         """Delete the modules of all other stages. Parameter names stay global."""

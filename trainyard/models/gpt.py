@@ -7,8 +7,8 @@ from trainyard.core.counter_rng import RowSeeds
 from trainyard.families.builtin.bert import BertConfig
 from trainyard.families.builtin.gpt import GptConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import BiasGelu, PackedSequences
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
 

@@ -12,8 +12,8 @@ from trainyard.families.blueprint import layer_index
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import SwiGLU, rope_frequencies
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable

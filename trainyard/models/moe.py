@@ -15,8 +15,8 @@ from trainyard.families.moe import MoeConfig
 from trainyard.kernels.grouped_linear import grouped_linear
 from trainyard.kernels.reference import Kernels
 from trainyard.models.expert_slots import assign_slots
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import SwiGLU
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
 
 
@@ -37,7 +37,7 @@ class MoeMLP(Recomputable):
         self.kernels, self.activation = make.kernels, SwiGLU(make.kernels)
         self.register_buffer("pair_counts", torch.zeros(c.experts), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
-        self.has_grouped_products = True
+        self.has_grouped_gemm = True
         """False on devices that multiply in slots of a fixed number."""
         self.samples_per_step = 1
         """Samples of a global batch, of which the losses of the router are means; `set_samples_per_step` sets it."""
@@ -52,7 +52,7 @@ class MoeMLP(Recomputable):
             self.pair_counts.add_(count_BE.sum(0))
             if self.c.balance_loss or self.c.z_loss or self.c.router_bias:
                 x_BTD = _AddLoss.apply(x_BTD, self._router_loss(logits_BTE, count_BE))  # type: ignore[no-untyped-call]
-        has_capacity = self.c.capacity_factor is not None and (self.training or not self.has_grouped_products)
+        has_capacity = self.c.capacity_factor is not None and (self.training or not self.has_grouped_gemm)
         if has_capacity:
             out_NKD = self._apply_in_slots(x_BTD, expert_NK)
             y_ND = (out_NKD * weight_NK.to(x_BTD.dtype)[..., None]).sum(1)
@@ -63,7 +63,7 @@ class MoeMLP(Recomputable):
     def _choose_experts(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
         probability_NE = logits_BTE.flatten(0, 1).softmax(-1)
         score_NE = probability_NE + self.router["bias"].detach() if self.c.router_bias else probability_NE
-        if not self.has_grouped_products:
+        if not self.has_grouped_gemm:
             weight_NK, expert_NK = _top_k_by_maximum(probability_NE, score_NE, self.c.top_k)
         elif self.c.router_bias:
             expert_NK = score_NE.topk(self.c.top_k, -1).indices

@@ -153,7 +153,7 @@ def _block_mask(block: blocks.AttentionBlock, chunk: KeyChunk, spec: AttentionSp
 
 
 def _token_major(x_BHTK: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy that is [B, T, H, K] in memory, so that the products next to attention can view it as [B, T, H * K]."""
+    """A copy that is [B, T, H, K] in memory, so that the matmuls next to attention can view it as [B, T, H * K]."""
     return _empty_token_major(x_BHTK, dtype).copy_(x_BHTK)
 
 

@@ -42,7 +42,7 @@ class Linear(nn.Module):
         return self.kernels.linear(x, self.weight, self.bias, self.fp8)
 
     def matmul(self, x: Tensor) -> Tensor:
-        """The product without the bias: tensor parallelism first reduces a row-parallel product over ranks."""
+        """The matmul without the bias: tensor parallelism first reduces a row-parallel matmul over ranks."""
         return self.kernels.linear(x, self.weight, None, self.fp8)
 
 
@@ -57,7 +57,7 @@ class TensorAxis:
     def column_parallel(
         self, x: Tensor, *linears: Linear, keep_gathered: bool = False, add_bias: bool = True
     ) -> tuple[Tensor, ...]:
-        """Column-parallel products of one x: every token times this rank's rows of each matrix.
+        """Column-parallel matmuls of one x: every token times this rank's rows of each matrix.
 
         Under sequence parallelism the gathered tokens, a full activation, are not saved: backward gathers them again
         while it multiplies. Pass `keep_gathered` inside a recomputed module, which would gather a third time otherwise.
@@ -70,13 +70,13 @@ class TensorAxis:
         return tuple(linear(x) if add_bias else linear.matmul(x) for linear in linears)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Sum a row-parallel product over ranks; under sequence parallelism each rank keeps only its tokens."""
+        """Sum a row-parallel matmul over ranks; under sequence parallelism each rank keeps only its tokens."""
         if self.sequence_parallel:
             return self._collective(x, "reduce_scatter", "all_gather")
         return self._collective(x, "all_reduce", "identity")
 
     def gather_sum_grads(self, x: Tensor) -> Tensor:
-        """Every token on every rank, before a column-parallel product: backward sums the gradients of all ranks."""
+        """Every token on every rank, before a column-parallel matmul: backward sums the gradients of all ranks."""
         return self._collective(x, "all_gather", "reduce_scatter") if self.sequence_parallel else self.copy_sum_grads(x)
 
     def copy_sum_grads(self, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class TensorAxis:
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Gather and multiply. Backward overlaps its two collectives with products."""
+    """Gather and multiply. Backward overlaps its two collectives with matmuls."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -122,8 +122,8 @@ class _ColumnParallel(torch.autograd.Function):
         group: Group = ctx.group
         x, *tensors = ctx.saved_tensors
         pending_x = group.start_all_gather(x)
-        products = (d @ weight for d, weight in zip(grads, tensors[::2], strict=True))
-        d_gathered = reduce(torch.add, products)  # not `sum`, which would first add 0: a pass over memory
+        d_parts = (d @ weight for d, weight in zip(grads, tensors[::2], strict=True))
+        d_gathered = reduce(torch.add, d_parts)  # not `sum`, which would first add 0: a pass over memory
         pending_dx = group.start_reduce_scatter_dim(d_gathered, TOKEN_DIM)
         gathered = group.finish_all_gather(pending_x, x, TOKEN_DIM).flatten(0, 1)
         weight_grads: list[Tensor | None] = []

@@ -112,7 +112,7 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
 def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Kernels) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
     method, decomposed, layout = config.layout.cp_method, device.decomposes_attention, mesh.layout
-    if not (config.model.has_static_shapes or device.has_grouped_products):
+    if not (config.model.has_static_shapes or device.has_grouped_gemm):
         raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
     if decomposed and method == "ring" and layout.cp > 1:
         logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
@@ -128,7 +128,7 @@ def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Ke
     ]
     for model in stages:
         model.max_seq_len = config.data.seq_len
-        model.configure_experts(config.train.global_batch, device.has_grouped_products)
+        model.configure_experts(config.train.global_batch, device.has_grouped_gemm)
     return stages
 
 

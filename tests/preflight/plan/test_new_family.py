@@ -17,7 +17,7 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.families import Blueprint, ParamSpec, find_family
 from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.models import llama
-from trainyard.models.factory import ModuleFactory
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.fit_check import check_fits
 from trainyard.preflight.plan.hardware.spec import parse_hardware
@@ -137,14 +137,14 @@ def test_memory_of_layers_of_several_kinds_equals_exact_peak(ranks: int, layout:
 def test_a_plan_sums_over_the_kinds_of_layers() -> None:
     """Time and weights of a model are those of its layers, one after the other."""
     config = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), "model.layers=12"])
+    shallow = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), "model.layers=4"])
     layout, hardware = Layout.from_config(config, 1), parse_hardware("h200:1")
     alike = traced_alike(config)
     assert alike == (0, 1, *(2, 3) * 5)
     dense, dense_window, experts, experts_window = (layer_time(config, layout, hardware, layer) for layer in range(4))
     assert experts.matmul > dense.matmul == dense_window.matmul
     assert experts.attention == dense.attention > dense_window.attention == experts_window.attention
-    shallow = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), "model.layers=4"])
-    deep, few = (micro_batch_time(c, layout, 0, hardware) for c in (config, shallow))
+    deep, few = (micro_batch_time(c, Layout.from_config(c, 1), 0, hardware) for c in (config, shallow))
     assert deep.matmul - few.matmul == pytest.approx(8 * experts.matmul, rel=1e-9)
     assert deep.attention - few.attention == pytest.approx(4 * (experts.attention + experts_window.attention), rel=1e-9)
     blueprint = find_family(config.model.family).blueprint(config.model)

@@ -38,7 +38,7 @@ PRECISION_FLAGS = {
     "bf16": ("--auto-cast=none", "--enable-mixed-precision-accumulation"),
     "bf16_sr": ("--auto-cast=none", "--enable-mixed-precision-accumulation"),
 }
-"""Compiler flags by precision.kind: dtypes stay as given, and bf16 products accumulate in fp32."""
+"""Compiler flags by precision.kind: dtypes stay as given, and bf16 matmuls accumulate in fp32."""
 
 
 def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -10,7 +10,7 @@ from trainyard.devices.neuron.trainium import TrainiumDevice, TrainiumTopology
 class MetaTrainium(TrainiumTopology, MetaDevice):
     max_logits_bytes = TrainiumDevice.max_logits_bytes
     decomposes_attention = TrainiumDevice.decomposes_attention
-    has_grouped_products = TrainiumDevice.has_grouped_products
+    has_grouped_gemm = TrainiumDevice.has_grouped_gemm
 
     def __init__(self, generation: str, lnc: int) -> None:
         self.generation: str = generation

@@ -35,7 +35,7 @@ class TrainiumDevice(TrainiumTopology):
     carries_objects = False  # the chip has 32-bit integers, and XLA would compile a graph for each size
     max_logits_bytes = 1 << 28
     decomposes_attention = True
-    has_grouped_products = False
+    has_grouped_gemm = False
     memory_model = "trainium"
 
     def __init__(self, instance: TrainiumInstance | None = None) -> None:

@@ -8,8 +8,7 @@ from trainyard.families.decoder import (
     decoder_hf_names,
     read_default_head_dim,
 )
-from trainyard.families.family import Family
-from trainyard.families.hf_format import HfNameMap, HfTensor
+from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
 
 HF_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}

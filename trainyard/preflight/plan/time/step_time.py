@@ -1,6 +1,6 @@
 """Predicted time of a step: the least work that the hardware must do, divided by the efficiency that runs reach.
 
-For every pipeline rank the work of a micro batch is counted in a trace: FLOPs of matrix products and of attention,
+For every pipeline rank the work of a micro batch is counted in a trace: FLOPs of matmuls and of attention,
 bytes that other passes move through memory, bytes that messages move over links and over the network. Each count
 divided by its peak rate is an ideal time. Each ideal time divided by an efficiency, a number below 1 that
 bench/calibrate.py fits to measured runs, is the predicted time. Overlap is subtracted; the pipeline bubble and the
@@ -210,10 +210,10 @@ def layer_time(config: Config, layout: Layout, hardware: Hardware, layer: int) -
         visible = causal_share if call.causal and not trainium else 1.0
         attention += times * share**2 * call.flops * visible * (backward_factor if backward else 1.0)
         moved += times * share**2 * score_passes * call.scores * call.dtype.itemsize * (2 / 3 if backward else 1 / 3)
-    products = work.product_flops / hardware.peak_flops(kind)
+    matmul = work.matmul_flops / hardware.peak_flops(kind)
     if work.fp8_flops:
-        products += work.fp8_flops / hardware.peak_flops("fp8")
-    return IdealTime(share * products, attention / hardware.peak_flops(kind), moved / hardware.memory_bandwidth)
+        matmul += work.fp8_flops / hardware.peak_flops("fp8")
+    return IdealTime(share * matmul, attention / hardware.peak_flops(kind), moved / hardware.memory_bandwidth)
 
 
 def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:

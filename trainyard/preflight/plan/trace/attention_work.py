@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import CoreAttention
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.ring_attention import CpMethod, attention_messages
 
 

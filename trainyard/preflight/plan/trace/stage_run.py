@@ -13,8 +13,8 @@ from trainyard.core.batch import Batch
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
 from trainyard.models import ModelConfig, ModelOutput, TransformerStage, family_of
-from trainyard.models.build import FactoryClass
-from trainyard.models.factory import ModuleFactory
+from trainyard.models.module_factory import ModuleFactory
+from trainyard.models.rank_model import FactoryClass
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.expert_parallel import ExpertAxis

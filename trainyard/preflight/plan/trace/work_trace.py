@@ -1,4 +1,4 @@
-"""Work of each part of a model for one micro batch: products, attention, memory traffic and messages.
+"""Work of each part of a model for one micro batch: matrix multiplications, attention, memory traffic and messages.
 
 Memory traffic is that of fused kernels, the least that must be moved, whatever device runs the model.
 """
@@ -25,11 +25,11 @@ from trainyard.preflight.plan.trace.stage_run import StageRun, TracedStage
 from trainyard.train.decisions import fp8_layer_range
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
-"""Matrix products, and the index of their first operand. The second one follows it."""
-FP8_PRODUCT = "trainyard::fp8_matmul"
-GROUPED_PRODUCTS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
-"""Products of groups of rows, and the dim of the second operand that the first one does not have."""
+MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
+"""Matrix multiplications, and the index of their first operand. The second one follows it."""
+FP8_MATMUL = "trainyard::fp8_matmul"
+GROUPED_GEMMS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
+"""Grouped GEMM: groups of rows, and the dim of the second operand that the first one does not have."""
 EXPERT_EXCHANGES = ("trainyard::exchange_counts", "trainyard::dispatch_rows", "trainyard::combine_rows")
 """Operators with an all-to-all in them. A trace has as many rows as experts that have equally many."""
 TRACED_DEVICE = DeviceKind(0, fused_kernels=True, gpu_operators=True)
@@ -41,8 +41,8 @@ MessageKey = tuple[str, int, str, str, int]
 class PartWork:
     """Work of one part, forward and backward, with what is recomputed."""
 
-    product_flops: int = 0
-    """Floating-point operations of matrix products in the compute dtype."""
+    matmul_flops: int = 0
+    """Floating-point operations of matrix multiplications in the compute dtype."""
     fp8_flops: int = 0
     moved_bytes: int = 0
     """Bytes that all other operators read and write."""
@@ -121,12 +121,12 @@ class _WorkRecorder(PartRecorder):  # type: ignore[no-untyped-call]
 
     def observe(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         work = self.work[self.part]
-        if function in PRODUCTS:
-            first = PRODUCTS[function]
-            work.product_flops += 2 * args[first].numel() * args[first + 1].shape[-1]
-        elif function.name() in GROUPED_PRODUCTS:
-            work.product_flops += 2 * args[0].numel() * args[1].shape[GROUPED_PRODUCTS[function.name()]]
-        elif function.name() == FP8_PRODUCT:
+        if function in MATMULS:
+            first = MATMULS[function]
+            work.matmul_flops += 2 * args[first].numel() * args[first + 1].shape[-1]
+        elif function.name() in GROUPED_GEMMS:
+            work.matmul_flops += 2 * args[0].numel() * args[1].shape[GROUPED_GEMMS[function.name()]]
+        elif function.name() == FP8_MATMUL:
             work.fp8_flops += 2 * args[0].numel() * args[2].shape[0]
         elif function.namespace != "_c10d_functional":
             if function.name() in EXPERT_EXCHANGES:

@@ -24,7 +24,7 @@ from trainyard.parallel.axes import Axes
 
 
 class Fp8Layers(NamedTuple):
-    """The layers that compute their products in fp8, and the options for it."""
+    """The layers that multiply in fp8, and the options for it."""
 
     recipe: Fp8Options
     layers: range

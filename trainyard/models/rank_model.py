@@ -12,8 +12,8 @@ from trainyard.families import Blueprint, Family, ModelConfig, family_of
 from trainyard.families.blueprint import layer_index
 from trainyard.kernels.reference import Kernels
 from trainyard.models.base import TransformerStage
-from trainyard.models.factory import Fp8Layers, ModuleFactory
 from trainyard.models.init import ParameterValues
+from trainyard.models.module_factory import Fp8Layers, ModuleFactory
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import StageSpec
 
