@@ -43,6 +43,7 @@ class MoeMLP(Recomputable):
         """Samples of a global batch, of which the losses of the router are means; `set_samples_per_step` sets it."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        # All tokens on every tensor-parallel rank: each has some columns of all experts. The ranks' gradients are sums.
         x_BTD = self.tp.gather_sum_grads(x_BTD) if self.tp.sequence_parallel else self.tp.copy_sum_grads(x_BTD)
         logits_BTE = F.linear(x_BTD.float(), self.router["weight"].float())
         weight_NK, expert_NK = self._choose_experts(logits_BTE)

@@ -51,6 +51,8 @@ def build_model(
         _check_parameters(model, make)
     except UserError as error:
         raise UserError(f"model.family={c.family}: {error}") from None
+    # `make.blocks` builds the layers of the stage only; embedding and head exist until here, so that the module of a
+    # family knows nothing of stages.
     if stage:
         model.prune_to_stage(stage, blueprint)
     for module in model.modules():

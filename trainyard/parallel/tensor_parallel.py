@@ -63,6 +63,7 @@ class TensorAxis:
         while it multiplies. Pass `keep_gathered` inside a recomputed module, which would gather a third time otherwise.
         In fp8 the gathered tokens are saved, in half the bytes.
         """
+        # One autograd function for all matrices: each of q, k and v alone would gather the same tokens again.
         if self.sequence_parallel and not keep_gathered and not linears[0].fp8:
             tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias if add_bias else None)]
             return _ColumnParallel.apply(x, self.group, *tensors)  # type: ignore[no-untyped-call]
@@ -73,6 +74,7 @@ class TensorAxis:
         """Sum a row-parallel matmul over ranks; under sequence parallelism each rank keeps only its tokens."""
         if self.sequence_parallel:
             return self._collective(x, "reduce_scatter", "all_gather")
+        # The sum is equal on all ranks, and so is its gradient: backward needs no collective.
         return self._collective(x, "all_reduce", "identity")
 
     def gather_sum_grads(self, x: Tensor) -> Tensor:
@@ -121,6 +123,8 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group: Group = ctx.group
         x, *tensors = ctx.saved_tensors
+        # The order is what overlaps: the gather of x runs during the first matmul, whose result is reduce-scattered
+        # during the second, which needs the gathered x.
         pending_x = group.start_all_gather(x)
         d_parts = (d @ weight for d, weight in zip(grads, tensors[::2], strict=True))
         d_gathered = reduce(torch.add, d_parts)  # not `sum`, which would first add 0: a pass over memory
