@@ -29,13 +29,13 @@ from trainyard.kernels.triton.decode.greedy_tokens import greedy_tokens
 from trainyard.kernels.triton.decode.ops import DecodeKernels
 from trainyard.kernels.triton.decode.skinny_linear import skinny_linear
 from trainyard.models.base import TransformerStage
-from trainyard.models.build import fill_parameters
+from trainyard.models.rank_model import fill_parameters
 
 CONFIG = LlamaConfig(
     family="llama", vocab=32256, hidden=2048, layers=24, heads=16, ffn=5504, max_positions=16384, rope_theta=100000.0
 )
 PROMPT, NEW_TOKENS, MAX_SEQ_LEN = 512, 128, 1032
-PRODUCTS = {  # name: (rows of W, columns of W, RMSNorm before, activation, residual after)
+MATMULS = {  # name: (rows of W, columns of W, RMSNorm before, activation, residual after)
     "qkv": (6144, 2048, True, "none", False),
     "attention output": (2048, 2048, False, "none", True),
     "gate_up": (11008, 2048, True, "swiglu", False),
@@ -79,7 +79,7 @@ def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16)
 
 
 def measure_product(name: str, batch: int, layers: int) -> dict[str, float]:
-    rows, columns, has_norm, activation, has_residual = PRODUCTS[name]
+    rows, columns, has_norm, activation, has_residual = MATMULS[name]
     weights = [random(rows, columns, scale=columns**-0.5) for _ in range(layers)]
     x, norm_weight = random(batch, columns), random(columns) if has_norm else None
     residual = random(batch, rows) if has_residual else None
@@ -213,7 +213,7 @@ def main() -> None:
         "prompt": PROMPT, "new_tokens": NEW_TOKENS, "kernels": {}, "step": {},
     }  # fmt: skip
     for batch in arguments.batch:
-        rows = {name: measure_product(name, batch, 4 if name == "vocabulary" else 24) for name in PRODUCTS}
+        rows = {name: measure_product(name, batch, 4 if name == "vocabulary" else 24) for name in MATMULS}
         rows["attention"] = measure_attention(batch, 24 if batch < 16 else 8, PROMPT + NEW_TOKENS // 2)
         rows["greedy tokens"] = measure_greedy(batch)
         results["kernels"][batch] = rows

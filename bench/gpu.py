@@ -33,8 +33,8 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.families.builtin.qwen3_moe import Qwen3MoeConfig
+from trainyard.families.flops import flops_per_sample
 from trainyard.families.hf_config import to_hf
-from trainyard.models.flops import flops_per_sample
 
 DEEPSEEK = {
     "model": {

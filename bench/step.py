@@ -22,8 +22,8 @@ import torch
 
 from trainyard import Config, Trainer, devices
 from trainyard.config.load import parse
+from trainyard.families.flops import flops_per_sample
 from trainyard.families.hf_config import to_hf
-from trainyard.models.flops import flops_per_sample
 
 SMALL_LLAMA = {  # the shape of stories15M
     "model": {

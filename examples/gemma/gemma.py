@@ -24,9 +24,9 @@ from trainyard.families.decoder import (
     decoder_hf_keys,
     read_rope,
 )
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import RMSNorm
 from trainyard.models.llama import Llama, LlamaAttention, LlamaMLP
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
 
 
@@ -70,7 +70,7 @@ class GemmaBlock(nn.Module):
 class Gemma(Llama):
     def __init__(self, c: GemmaConfig, make: ModuleFactory) -> None:
         super().__init__(c, make)
-        self.layers = nn.ModuleDict({str(i): GemmaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
+        self.layers = make.blocks(lambda name: GemmaBlock(c, make, name))
         self.norm = gemma_norm(c, make, "norm")
         self.embedding_scale = c.hidden**0.5
 

@@ -14,6 +14,7 @@ import pytest
 from tests.support import configs
 from tests.support.hf_reference import LLAMA_LIKE, hf_reference
 from tests.support.pool import Pool, RankFailed
+from tests.support.two_kinds import TWO_KINDS
 from trainyard.compat import supports_zero_bubble
 from trainyard.config.schema import Config
 from trainyard.families.hf_config import from_hf
@@ -41,6 +42,8 @@ CAPACITY = {**MOE, "capacity_factor": 0.75}
 BIAS = {**MOE, "router_bias": True, "bias_update_rate": 0.02}
 BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA_LIKE_MODELS = [from_hf(hf_reference(name)[2]).model_dump(mode="json") for name in LLAMA_LIKE]
+MIXED = {**TWO_KINDS, "dense_layers": "0"}
+"""A dense layer, then layers with experts; every other layer has a window."""
 ODD_VOCAB = {"vocab": 263}
 """A vocabulary that no number of ranks divides."""
 SP = {"sequence_parallel": True}
@@ -226,6 +229,19 @@ CASES = [
     deep_case(2, {"tp": 2}, BIAS, "bias-lamb", optimizer={"kind": "lamb"}),
     deep_case(2, {"zero": 1}, BIAS, "bias-muon", optimizer={"kind": "muon"}),
     deep_case(2, {"ep": 2}, BIAS, "bias-user-code", **USER_CODE),
+    # layers of several kinds, wherever a pipeline is cut
+    case(2, {"tp": 2, **SP}, MIXED),
+    deep_case(2, {"cp": 2}, MIXED),
+    case(2, {"pp": 2, "pipeline_cuts": (0,)}, MIXED, "dense-stage"),
+    deep_case(2, {"pp": 2, "pipeline_cuts": (2,)}, MIXED),
+    deep_case(4, {"pp": 2}, {**MIXED, "router_bias": True}, "bias"),
+    deep_case(2, {"pp": 2, "vpp": 2}, MIXED),
+    deep_case(2, {"zero": 1}, MIXED),
+    deep_case(2, {"zero": 3}, MIXED),
+    deep_case(4, {"ep": 2, "zero": 1}, MIXED),
+    case(8, {"ep": 2, "pp": 2, "pipeline_cuts": (0,), "tp": 2, "zero": 3, **SP}, MIXED, "dense-stage"),
+    deep_case(4, {"tp": 2, "zero": 1}, MIXED, "muon", optimizer={"kind": "muon"}),
+    deep_case(4, {"cp": 2, "tp": 2}, MIXED, "full", recompute={"kind": "full"}),
     # families that share Llama's block
     *(case(2, {"tp": 2}, model) for model in LLAMA_LIKE_MODELS),
     *(deep_case(4, {"tp": 2, "cp": 2, **SP}, model) for model in LLAMA_LIKE_MODELS),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import configs
 from tests.support.pool import Pool
+from tests.support.two_kinds import TWO_KINDS
 from trainyard.config.schema import Config
 
 STEPS, SAVED_STEP = 3, 1
@@ -26,6 +27,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-tp2": (4, {"ep": 2, "tp": 2}),
     "ep4-zero3": (4, {"ep": 4, "zero": 3}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "pp2-cut1": (2, {"pp": 2, "pipeline_cuts": (0,)}),
 }
 """Layouts of a mixture of experts."""
 FAST_PAIRS = [("one", "one"), ("one", "tp4-kv"), ("cp2-zero1", "pp2-vpp2"), ("cp2-zero1", "zero1-odd")]
@@ -50,7 +52,7 @@ def configure(
         "layout": {**LAYOUTS, **EXPERT_LAYOUTS}[layout][1],
     }
     merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
-    model = {**configs.TINY_MODELS, "moe": configs.MOE}[family]
+    model = {**configs.TINY_MODELS, "moe": configs.MOE, "two_kinds": TWO_KINDS}[family]
     model = {**model, "layers": layers} | ({"ffn": 64} if family == "llama" else {})
     return configs.tiny_config(model, **merged)
 
@@ -112,18 +114,25 @@ def test_resume_a_rule_of_the_user_at_another_layout(pool: Pool, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("family", "before", "after"),
     [
-        ("ep2-zero1", "ep2-tp2"),
+        ("moe", "ep2-zero1", "ep2-tp2"),
+        ("two_kinds", "pp2-cut1", "ep2-tp2"),
         *(
-            pytest.param(*pair, marks=pytest.mark.nightly)
-            for pair in (("ep2-tp2", "ep4-zero3"), ("ep4-zero3", "tp2-pp2"), ("tp2-pp2", "ep2-zero1"))
+            pytest.param(*names, marks=pytest.mark.nightly)
+            for names in (
+                ("moe", "ep2-tp2", "ep4-zero3"),
+                ("moe", "ep4-zero3", "tp2-pp2"),
+                ("moe", "tp2-pp2", "ep2-zero1"),
+                ("two_kinds", "ep4-zero3", "pp2-cut1"),
+                ("two_kinds", "tp2-pp2", "ep4-zero3"),
+            )
         ),
     ],
 )
-def test_resume_experts_at_another_layout(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
+def test_resume_experts_at_another_layout(pool: Pool, tmp_path: Path, family: str, before: str, after: str) -> None:
     def config(layout: str, **checkpoint: Any) -> Config:
-        return configure(tmp_path, layout, "moe", train={"global_batch": 8}, checkpoint=checkpoint)
+        return configure(tmp_path, layout, family, train={"global_batch": 8}, checkpoint=checkpoint)
 
     first = run(pool, config(before, every=SAVED_STEP), EXPERT_LAYOUTS[before][0])
     checkpoint = str(Path(first["directory"]) / "checkpoints" / f"step_{SAVED_STEP:08d}")

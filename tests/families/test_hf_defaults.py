@@ -16,8 +16,8 @@ from trainyard.checkpoint.formats.hf import open_hf
 from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.core.errors import UserError
 from trainyard.families import Family, ModelConfig, find_family
+from trainyard.families.family import REQUIRED
 from trainyard.families.hf_config import from_hf
-from trainyard.families.hf_format import REQUIRED
 from trainyard.families.registry import FAMILIES
 
 DECODER = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-3}

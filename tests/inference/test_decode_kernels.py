@@ -14,8 +14,8 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import skinny_linear as products
 from trainyard.kernels.triton.decode.decode_attention import DecodeAttentionConfig
-from trainyard.kernels.triton.decode.linear_config import LinearConfig
 from trainyard.kernels.triton.decode.ops import DecodeKernels
+from trainyard.kernels.triton.decode.skinny_linear import LinearConfig
 
 TINY: dict[str, Any] = {"vocab_size": 50, "initializer_range": 0.3}
 LLAMA = {

@@ -12,8 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trainyard.kernels.triton.decode.linear_config import linear_config
-from trainyard.kernels.triton.decode.skinny_linear import _several_rows_kernel
+from trainyard.kernels.triton.decode.skinny_linear import _several_rows_kernel, linear_config
 
 POINTERS = {
     **dict.fromkeys(("x", "out", "residual"), "*bf16"),

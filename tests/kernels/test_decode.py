@@ -18,11 +18,10 @@ from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import skinny_linear as products
 from trainyard.kernels.triton.decode.decode_attention import DecodeAttentionConfig, decode_attention
 from trainyard.kernels.triton.decode.greedy_tokens import greedy_tokens
-from trainyard.kernels.triton.decode.linear_config import LinearConfig
 from trainyard.kernels.triton.decode.ops import DecodeKernels
 from trainyard.kernels.triton.decode.rope_angles import rope_angles
-from trainyard.kernels.triton.decode.skinny_linear import scaled_linear, skinny_linear
-from trainyard.models.build import fill_parameters
+from trainyard.kernels.triton.decode.skinny_linear import LinearConfig, scaled_linear, skinny_linear
+from trainyard.models.rank_model import fill_parameters
 
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter would take minutes")
 EPS = 1e-5

@@ -10,8 +10,8 @@ from tests.support.configs import tiny_batch
 from trainyard import models
 from trainyard.config.schema import RecomputeSection
 from trainyard.core.counter_rng import RowSeeds, key32
+from trainyard.families.flops import flops_per_sample
 from trainyard.kernels.reference import Kernels
-from trainyard.models.flops import flops_per_sample
 from trainyard.models.layers import CoreAttention, Dropout, token_seeds
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.process_group import Group

@@ -108,7 +108,7 @@ def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: l
 def _memory_table(plan: Plan, console: Console) -> Table:
     columns = [name for name in MEMORY_COLUMNS if any(getattr(memory, name) for memory in plan.stage_memory)]
     table = _table(console, "pipeline ranks", *columns, "total")
-    for first, group in distinct_pipeline_ranks(plan.layout).items():
+    for first, group in distinct_pipeline_ranks(plan.config, plan.layout).items():
         largest = plan.stage_memory[max(group, key=lambda pp: plan.stage_memory[pp].total)]
         limit = "max" if console.width < TABLE_WIDTH else "maximum"
         name = f"{first}" if len(group) == 1 else f"{first} to {group[-1]}, {limit}"

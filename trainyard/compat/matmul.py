@@ -1,4 +1,4 @@
-"""Matrix products behind private names or with version-dependent arguments."""
+"""Matrix multiplications behind private names or with version-dependent arguments."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ def has_fast_bf16_matmul() -> bool:
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where total may be fp32 and a and b bf16.
 
-    On GPUs the product accumulates into `total` in its epilogue, so it is never rounded or written (`out_dtype` of
+    On GPUs the matmul accumulates into `total` in its epilogue, so it is never rounded or written (`out_dtype` of
     addmm, torch 2.11 to 2.14).
     """
     if total.dtype == a.dtype:
@@ -37,7 +37,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
 
 
 def has_grouped_mm(a: Tensor, b: Tensor) -> bool:
-    """True if torch has a kernel for products of groups of rows of these tensors (torch.nn.functional.grouped_mm)."""
+    """True if torch has a kernel for a grouped GEMM of these tensors (torch.nn.functional.grouped_mm)."""
     aligned = all(x.shape[-1] % 8 == 0 and x.shape[-2] % 8 == 0 for x in (a[:8], b))
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 

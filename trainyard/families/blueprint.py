@@ -1,14 +1,15 @@
 """The blueprint: one table per model family that describes the layout of every parameter.
 
-    name pattern | global shape | tensor-parallel dim | fused parts | pipeline stage | init | FLOP tokens
+    name pattern | global shape | tensor-parallel dim | fused parts | pipeline stage | layers | init | FLOP tokens
 
 Initialization, local shapes, optimizer groups, gradient sync, checkpoints, conversion and the memory plan read this
-table and nothing else. In a name pattern `*` stands for the layer index.
+table and nothing else. In a name pattern `*` stands for the layer index. A row may be for some layers only; rows of
+different layers may have the same name pattern.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -66,6 +67,12 @@ class ParamSpec:
     load_step: float = 0.0
     """Above 0 for a router's bias that balances the load of experts: its gradient is the load, each element moves by
     this much against its sign, and neither the gradient norm nor the update rule sees it."""
+    layers: frozenset[int] | None = None
+    """The layers whose blocks have it; None: all. `parse_layers` reads them from text."""
+
+    def holds_for(self, layer: int | None) -> bool:
+        """True if the block of this layer has the parameter."""
+        return self.layers is None or layer in self.layers
 
     def sums_tp_gradient(self, sequence_parallel: bool) -> bool:
         """True if the gradient of this unsplit parameter is a sum over tensor-parallel ranks."""
@@ -99,19 +106,43 @@ class Blueprint:
     """(vocab, hidden, FLOP tokens) of an output projection that shares the embedding's matrix."""
 
     @cached_property
-    def _by_pattern(self) -> dict[str, ParamSpec]:
-        return {spec.name: spec for spec in self.specs}
+    def _by_pattern(self) -> dict[str, list[ParamSpec]]:
+        """The rows of each name pattern, each for other layers."""
+        rows: dict[str, list[ParamSpec]] = {}
+        for spec in self.specs:
+            rows.setdefault(spec.name, []).append(spec)
+        return rows
 
     def parameter_names(self) -> Iterator[str]:
         """Every parameter of the full model."""
         for spec in self.specs:
-            yield from (spec.name.replace("*", str(i)) for i in range(self.layers if "*" in spec.name else 1))
+            if "*" in spec.name:
+                yield from (spec.name.replace("*", str(layer)) for layer in self.layers_of(spec))
+            else:
+                yield spec.name
+
+    def layers_of(self, spec: ParamSpec) -> Iterable[int]:
+        """The layers that have this parameter of a block, in order."""
+        return range(self.layers) if spec.layers is None else sorted(spec.layers)
+
+    def copies(self, spec: ParamSpec) -> int:
+        """Number of parameters that this row describes: one outside the blocks, else one for each of its layers."""
+        return 1 if "*" not in spec.name else self.layers if spec.layers is None else len(spec.layers)
+
+    def block_specs(self, layer: int) -> tuple[ParamSpec, ...]:
+        """The parameters of a layer."""
+        return tuple(spec for spec in self.specs if "*" in spec.name and spec.holds_for(layer))
 
     def spec(self, name: str) -> ParamSpec:
-        return self._by_pattern[name_pattern(name)]
+        layer = layer_index(name)
+        for spec in self._by_pattern[name_pattern(name)]:
+            if spec.holds_for(layer):
+                return spec
+        raise KeyError(name)
 
     def __contains__(self, name: str) -> bool:
-        return name_pattern(name) in self._by_pattern
+        layer = layer_index(name)
+        return any(spec.holds_for(layer) for spec in self._by_pattern.get(name_pattern(name), ()))
 
     def local_slices(self, name: str, shard: ModelShard = FULL_MODEL) -> list[TensorSlice]:
         """The slices of `name` that a rank holds: one per fused part, in order."""
@@ -151,8 +182,7 @@ class Blueprint:
 
     def parameter_count(self, included: Callable[[ParamSpec], bool] = lambda spec: True) -> int:
         """Number of weights in the full model, or in those of its parameters that are `included`."""
-        specs = [spec for spec in self.specs if included(spec)]
-        return sum(prod(spec.shape) * (self.layers if "*" in spec.name else 1) for spec in specs)
+        return sum(prod(spec.shape) * self.copies(spec) for spec in self.specs if included(spec))
 
 
 def column_parallel_specs(
@@ -165,6 +195,31 @@ def column_parallel_specs(
         ParamSpec(own, (sum(part.size for part in group), *columns), 0, group, init_std=init_std, flops_tokens=tokens)
         for own, group in groups
     ]
+
+
+def for_layers(layers: Iterable[int], specs: Iterable[ParamSpec]) -> list[ParamSpec]:
+    """The same rows for some layers only; none if there are no such layers."""
+    members = frozenset(layers)
+    return [replace(spec, layers=members) for spec in specs] if members else []
+
+
+def parse_layers(text: str, layers: int) -> frozenset[int]:
+    """The layers that a text such as `0-2`, `3-` (to the last one), `even`, `odd` or `0,5-7` names among `layers`
+    layers."""
+    named: set[int] = set()
+    for item in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"(?P<parity>even|odd)|(?P<first>\d+)(?P<dash>-(?P<last>\d*))?", item)
+        if not match:
+            raise ValueError(f"{text!r}: not a set of layers; write for example 0-2, 3-, even, odd or 0,5-7")
+        if match["parity"]:
+            named |= set(range(match["parity"] == "odd", layers, 2))
+            continue
+        first = int(match["first"])
+        last = first if not match["dash"] else int(match["last"] or layers - 1)
+        if not first <= last < layers:
+            raise ValueError(f"{text!r}: the model's {layers} layers are 0 to {layers - 1}")
+        named |= set(range(first, last + 1))
+    return frozenset(named)
 
 
 def name_pattern(name: str) -> str:

@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 
 from trainyard.core.section import PositiveInt, Section, nearest_divisor, nearest_multiples
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, column_parallel_specs
-from trainyard.families.hf_format import REQUIRED, HfFormat, HfKeys, HfNameMap, HfTensor
-from trainyard.families.megatron_format import MegatronModel
+from trainyard.families.family import REQUIRED, HfFormat, HfKeys, HfNameMap, HfTensor, MegatronModel
 from trainyard.families.model_config import ModelConfig
 
 DECODER_MODULE = "trainyard.models.llama:Llama"
@@ -73,11 +72,6 @@ class DecoderConfig(ModelConfig):
     fuse_gate_up: bool = True
     """Store gate and up projections as one matrix."""
 
-    @property
-    def attention_window(self) -> int | None:
-        """Number of tokens, its own included, that a token attends to at most; None: all before it."""
-        return None
-
     @model_validator(mode="after")
     def _check_head_sizes(self) -> Self:
         if self.heads % self.num_kv_heads:
@@ -102,7 +96,7 @@ def decoder_blueprint(
             ParamSpec(f"{layer}attention_norm.weight", (D,), init_value=1.0),
             *attention_specs(c, qkv_bias, qk_norm),
             ParamSpec(f"{layer}mlp_norm.weight", (D,), init_value=1.0),
-            *(gated_mlp_specs(c) if mlp_specs is None else mlp_specs),
+            *(gated_mlp_specs(c, c.ffn) if mlp_specs is None else mlp_specs),
             ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
             *([] if tied else [head]),
         ),
@@ -130,10 +124,11 @@ def attention_specs(c: DecoderConfig, qkv_bias: bool, qk_norm: bool) -> list[Par
     ]
 
 
-def gated_mlp_specs(c: DecoderConfig) -> list[ParamSpec]:
+def gated_mlp_specs(c: DecoderConfig, ffn: int) -> list[ParamSpec]:
+    """The parameters of an MLP with a gate and this intermediate size."""
     layer = "layers.*.mlp."
-    gate_up = tuple(FusedPart(f"{layer}{name}.weight", c.ffn, c.ffn) for name in ("gate", "up"))
-    down = ParamSpec(f"{layer}down.weight", (c.hidden, c.ffn), 1, init_std=c.output_init_std, flops_tokens="tokens")
+    gate_up = tuple(FusedPart(f"{layer}{name}.weight", ffn, ffn) for name in ("gate", "up"))
+    down = ParamSpec(f"{layer}down.weight", (c.hidden, ffn), 1, init_std=c.output_init_std, flops_tokens="tokens")
     return [*column_parallel_specs(f"{layer}gate_up.weight", gate_up, (c.hidden,), c.fuse_gate_up, c.init_std), down]
 
 

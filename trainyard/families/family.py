@@ -1,25 +1,105 @@
-"""Family: everything that differs between model families. The rest of the package reads this object and no names."""
+"""Family: everything that differs between model families, and how other systems write them. The rest of the package
+reads this object and no names."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainyard.core.registry import Registry
 from trainyard.families.blueprint import Blueprint
-from trainyard.families.hf_format import HfFormat
-from trainyard.families.megatron_format import MegatronFormat
 from trainyard.families.model_config import ModelConfig
 
 LOSSES: Registry[Any] = Registry(
     "trainyard.train.losses", "LOSS", "trainyard.losses", "trainyard.train.loss:Loss", "train.loss", of_classes=True
 )
 """Subclasses of trainyard.Loss by Family.loss or train.loss."""
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """What a checkpoint of Megatron-LM tells about its model."""
+
+    args: Mapping[str, Any]
+    """The stored arguments."""
+    mlp_width: int
+    """Rows of the first matrix of the MLP over all ranks; gate and up together where there is a gate."""
+    positions: int | None
+    """Rows of the position embedding, if there is one."""
+    notes: list[str]
+    """Assumptions to tell the user."""
+
+
+@dataclass(frozen=True)
+class MegatronFormat:
+    """How one family is stored by Megatron-LM."""
+
+    required_args: Mapping[str, object]
+    """Arguments that identify the family. A missing one has the value given here."""
+    read: Callable[[MegatronModel], dict[str, Any]]
+    """Values of the family's own keys."""
+    gated_mlp: bool
+    """The MLP has a gate, stored with the up projection."""
+
+
+REQUIRED = object()
+"""Default of keys that a config.json must have."""
+HfKeys = Mapping[str, tuple[str, object]]
+"""Key of transformers and its default there, by our key."""
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of a Hugging Face checkpoint."""
+
+    name: str
+    transposed: bool = False
+    """Stored as [in, out] (GPT-2's Conv1D) instead of our [out, in]."""
+
+
+@dataclass(frozen=True)
+class HfNameMap:
+    """Our parameter names to Hugging Face tensors.
+
+    Keys are blueprint parts (the parameter names without fusion). Several parts may map to one Hugging Face tensor
+    (GPT-2's c_attn), which then holds them in the order of the map.
+    """
+
+    table: dict[str, HfTensor]
+    tied: dict[str, str] = field(default_factory=dict)
+    """Hugging Face names that repeat another tensor (tied weights): ignored when reading, not written."""
+
+
+def _no_values(source: Any) -> dict[str, Any]:
+    return {}
+
+
+def _same_name(name: str, names: Collection[str]) -> str:
+    return name
+
+
+@dataclass(frozen=True)
+class HfFormat:
+    """How one family is written by transformers."""
+
+    model_type: str
+    architecture: str
+    """The class of transformers for the pre-training task."""
+    keys: HfKeys
+    names: Callable[[Any], HfNameMap]
+    """The names of weights, by a model's configuration."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Options of transformers that change the numbers, with the only supported value (also their default there)."""
+    ignored: tuple[str, ...] = ()
+    """Keys of this family that change no numbers, or are read by `read`."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_values
+    """Values of our keys that need more than renaming, from the content of config.json."""
+    write: Callable[[Any], dict[str, Any]] = _no_values
+    """The reverse, from a model's configuration."""
+    current_name: Callable[[str, Collection[str]], str] = _same_name
+    """The current name of a tensor, given its name in an older file and all names there."""
+
+
 CAUSAL_FIELDS = ("tokens", "labels")
-
-
-def causal_keys(c: Any, seq_len: int) -> float:
-    """Mean number of keys that a query of a causal model attends to."""
-    return (seq_len + 1) / 2
 
 
 @dataclass(frozen=True)
@@ -40,8 +120,6 @@ class Family:
     """The loss it is trained with unless the user gives one: a name of LOSSES."""
     batch_fields: tuple[str, ...] = CAUSAL_FIELDS
     """Fields of a batch that its samples always have (core/batch.py describes all fields)."""
-    visible_keys: Callable[[Any, int], float] = causal_keys
-    """Mean number of keys that a query attends to, by configuration and sequence length, for FLOP counts."""
     score_passes: int = 0
     """Times that each attention score moves through memory where no fused kernel computes attention as this family's
     published runs do (Trainium); 0 if a kernel keeps scores on the chip."""
@@ -66,3 +144,11 @@ class Family:
     def is_causal(self) -> bool:
         """True if it predicts the next token, and can therefore generate text."""
         return bool(LOSSES.find(self.loss).is_causal)
+
+    def visible_keys(self, c: ModelConfig, layer: int, seq_len: int) -> float:
+        """Mean number of keys that a query of this layer attends to, for FLOP counts: in a causal model the window,
+        but fewer at the start."""
+        if not self.is_causal:
+            return seq_len
+        window = min(c.attention_window(layer) or seq_len, seq_len)
+        return window - window * (window - 1) / 2 / seq_len

@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainyard.core.errors import UserError
-from trainyard.families.family import Family
-from trainyard.families.hf_format import REQUIRED
+from trainyard.families.family import REQUIRED, Family
 from trainyard.families.model_config import ModelConfig
 from trainyard.families.registry import all_families, family_of
 from trainyard.remote.local_copies import local_config

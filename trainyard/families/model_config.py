@@ -1,5 +1,6 @@
 """ModelConfig: the keys of the `model` section that every family has. Each family adds its own in a subclass."""
 
+from collections.abc import Hashable
 from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
@@ -61,8 +62,22 @@ class ModelConfig(Section):
         return getattr(self, "ffn", None) or 4 * self.hidden
 
     @property
+    def ffn_sizes(self) -> dict[str, int]:
+        """Intermediate sizes of the MLPs of all layers, by the keys that set them."""
+        return {"ffn": self.ffn_size}
+
+    def attention_window(self, layer: int) -> int | None:
+        """Number of tokens, its own included, that a token of this layer attends to at most; None: all that it may."""
+        return None
+
+    def layer_kind(self, layer: int) -> Hashable:
+        """What tells a layer from others. Layers of one kind have the same rows in the blueprint and compute the same,
+        so that one of them stands for all where a plan traces."""
+        return self.attention_window(layer)
+
+    @property
     def num_experts(self) -> int:
-        """Number of experts in each layer; 0 without a mixture of experts."""
+        """Number of experts in a layer with experts; 0 without a mixture of experts."""
         return getattr(self, "experts", 0)
 
     @property

@@ -1,17 +1,19 @@
 """What mixtures of experts have in common: keys, and the parameters of a layer's router and experts."""
 
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import replace
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers
 from trainyard.families.decoder import DecoderConfig, decoder_blueprint
 
 
 class MoeConfig(DecoderConfig):
-    """A decoder with a mixture of experts in each layer. `ffn` is the intermediate size of one expert."""
+    """A decoder with a mixture of experts in each layer (a family may have some without). `ffn` is the intermediate
+    size of one expert."""
 
     experts: PositiveInt
     """Number of experts in each layer."""
@@ -38,6 +40,14 @@ class MoeConfig(DecoderConfig):
     def has_static_shapes(self) -> bool:
         return self.capacity_factor is not None
 
+    @property
+    def expert_layers(self) -> Collection[int]:
+        """The layers with a mixture of experts."""
+        return range(self.layers)
+
+    def layer_kind(self, layer: int) -> Hashable:
+        return layer in self.expert_layers, super().layer_kind(layer)
+
     @model_validator(mode="after")
     def _check_top_k(self) -> Self:
         if self.top_k > self.experts:
@@ -45,8 +55,8 @@ class MoeConfig(DecoderConfig):
         return self
 
 
-def moe_blueprint(c: MoeConfig, qk_norm: bool = False) -> Blueprint:
-    """The parameters of a decoder with a mixture of experts."""
+def moe_blueprint(c: MoeConfig, qk_norm: bool = False, dense_mlp_specs: Iterable[ParamSpec] = ()) -> Blueprint:
+    """The parameters of a decoder with a mixture of experts; `dense_mlp_specs` are those of the layers without."""
     layer, expert = "layers.*.mlp.", "layers.*.mlp.experts."
     names = [f"{expert}{index}.{name}.weight" for index in range(c.experts) for name in ("gate", "up")]
     gate_up = tuple(FusedPart(name, c.ffn, c.ffn) for name in names)
@@ -66,7 +76,9 @@ def moe_blueprint(c: MoeConfig, qk_norm: bool = False) -> Blueprint:
         *([bias] if c.router_bias else []),
         *(replace(spec, experts=c.experts, active_experts=c.top_k) for spec in experts),
     )
-    return decoder_blueprint(c, qk_norm=qk_norm, mlp_specs=mlp)
+    dense_layers = set(range(c.layers)).difference(c.expert_layers)
+    mlp_specs = [*for_layers(dense_layers, dense_mlp_specs), *for_layers(c.expert_layers, mlp)]
+    return decoder_blueprint(c, qk_norm=qk_norm, mlp_specs=mlp_specs)
 
 
 def moe_layer_names(c: MoeConfig) -> dict[str, str]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import RowSeeds
 from trainyard.core.splits import head_range
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import CoreAttention
+from trainyard.models.module_factory import ModuleFactory
 
 
 @dataclass

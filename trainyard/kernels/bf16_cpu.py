@@ -1,4 +1,4 @@
-"""bf16 matrix products and attention for Arm CPUs without bf16 instructions: Neoverse N1 (Graviton2) and older.
+"""bf16 matrix multiplications and attention for Arm CPUs without bf16 instructions: Neoverse N1 (Graviton2) and older.
 
 On these CPUs torch multiplies bf16 one number at a time, some hundred times slower than fp32. The replacements convert
 operands to fp32 one tile at a time, multiply, accumulate in fp32 and round once, as the instructions would: 270 times

@@ -1,4 +1,4 @@
-"""`Kernels` for decoding on a CPU: products of few rows with large matrices."""
+"""`Kernels` for decoding on a CPU: matmuls of few rows with large matrices."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from trainyard.kernels.reference import Kernels, visible_tokens, write_cache
 MAX_ROWS = 64
 HAS_MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 MAX_COPIED_OUTPUTS = 8192
-"""Larger products, such as logits, stay transposed in memory."""
+"""Larger results, such as logits, stay transposed in memory."""
 
 
 class CpuDecodeKernels(Kernels):
@@ -37,7 +37,7 @@ class CpuDecodeKernels(Kernels):
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
         visible: int, window: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Two batched products: torch's fused kernel divides its work over queries, of which there is one."""
+        """Two batched matmuls: torch's fused kernel divides its work over queries, of which there is one."""
         B, H, _, K = q_BHTK.shape
         write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
         k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))

@@ -1,4 +1,4 @@
-"""A linear layer whose matrix products are in fp8: y = x W^T, and in backward dx = dy W and dW = dy^T x.
+"""A linear layer whose matrix multiplications are in fp8: y = x W^T, and in backward dx = dy W and dW = dy^T x.
 
 x and W are quantized to e4m3 and dy to e5m2. Each use computes its scale from the current amax: without an amax history
 a run resumes exactly. Scales are powers of two, so scaling itself never rounds. A different amax (another micro batch,
@@ -36,9 +36,9 @@ class Fp8Options(NamedTuple):
     """fp8 settings of a linear layer."""
 
     scaling: Literal["tensor", "row"] = "tensor"
-    """One scale per tensor, or one per row of a product's left operand and per column of its right operand."""
+    """One scale per tensor, or one per row of a matmul's left operand and per column of its right operand."""
     grad_format: Literal["e5m2", "bf16"] = "e5m2"
-    """Format of dy. With bf16 the products of backward are in bf16, and x is saved unquantized."""
+    """Format of dy. With bf16 the matmuls of backward are in bf16, and x is saved unquantized."""
     fast_accum: bool = True
     """True if forward accumulates in the tensor cores' short accumulators."""
 
@@ -61,9 +61,9 @@ class Fp8Matrix(NamedTuple):
 
 
 def fp8_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options, reference: bool = False) -> Tensor:
-    """F.linear of bf16 [..., D], for any number of tokens, on a device with fp8 matrix products.
+    """F.linear of bf16 [..., D], for any number of tokens, on a device with fp8 matrix multiplications.
 
-    `reference` is the same in plain torch for bf16 or fp32 on any device: the same numbers, except that products
+    `reference` is the same in plain torch for bf16 or fp32 on any device: the same numbers, except that matmuls
     accumulate in fp32.
     """
     N, D = weight_ND.shape

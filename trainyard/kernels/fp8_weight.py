@@ -11,14 +11,14 @@ from trainyard.compat import call_as_plain_tensor
 from trainyard.kernels.fp8_linear import power_of_two_scales
 
 FORMAT = torch.float8_e4m3fn
-PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+MATMULS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
 class Fp8Weight(nn.Parameter):
     """A matrix in e4m3 with a scale per row.
 
     Scales are powers of two, so that bf16 represents every value exactly: a model has the numbers of a bf16 model whose
-    weights were rounded. Products that know nothing of fp8 compute with the matrix in the dtype of the other operand.
+    weights were rounded. Operators that know nothing of fp8 compute with the matrix in the dtype of the other operand.
     """
 
     row_scale: Tensor
@@ -42,7 +42,7 @@ class Fp8Weight(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in PRODUCTS:
+        if func in MATMULS:
             dtype = next(x.dtype for x in args if isinstance(x, Tensor) and not isinstance(x, Fp8Weight))
             return func(*(x.to_dtype(dtype) if isinstance(x, Fp8Weight) else x for x in args), **(kwargs or {}))
         return call_as_plain_tensor(func, args, kwargs or {})

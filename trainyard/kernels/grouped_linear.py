@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix of their own, for mixtures of experts.
+"""Grouped GEMM: groups of rows with a matrix of their own, for mixtures of experts.
 
 The rows of group e are those before `ends[e]` and not before `ends[e - 1]`. Shapes do not depend on the sizes of the
 groups, so that all batches have the same graph.

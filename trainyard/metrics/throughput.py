@@ -5,7 +5,7 @@ from typing import Any
 
 from trainyard.config.schema import Config
 from trainyard.devices import PeakThroughput
-from trainyard.models.flops import SampleFlops
+from trainyard.families.flops import SampleFlops
 
 
 class ThroughputMeter:

@@ -3,10 +3,10 @@
 from trainyard.core.batch import Batch
 from trainyard.families import Blueprint, Family, ModelConfig, family_of
 from trainyard.models.base import TransformerStage
-from trainyard.models.build import assign_parameters, build_model, fill_parameters
-from trainyard.models.factory import Fp8Layers
 from trainyard.models.init import ParameterValues
+from trainyard.models.module_factory import Fp8Layers
 from trainyard.models.output import ModelOutput
+from trainyard.models.rank_model import assign_parameters, build_model, fill_parameters
 
 __all__ = [
     "Batch",

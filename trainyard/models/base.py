@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
 from trainyard.families.blueprint import Blueprint
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import OutputProjection, token_seeds
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.layout import StageSpec
 

@@ -7,9 +7,9 @@ from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
 from trainyard.families.builtin.bert import BertConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.gpt import GptAttention, GptMLP
 from trainyard.models.layers import BiasGelu, PackedSequences
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 
 Documents = Tensor | PackedSequences | None
@@ -58,7 +58,7 @@ class Bert(TransformerStage):
         self.segment = make.embedding("segment")
         self.embedding_norm = make.layer_norm("embedding_norm", c.norm_eps)
         self.dropout = make.dropout(c.hidden_dropout, "embedding")
-        self.layers = nn.ModuleDict({str(i): BertBlock(c, make, f"layers.{i}") for i in range(c.layers)})
+        self.layers = make.blocks(lambda name: BertBlock(c, make, name))
         self.mlm = BertMlmHead(c, make)
         self.pooler, self.nsp = make.linear("pooler"), make.linear("nsp")
 
@@ -80,7 +80,7 @@ class Bert(TransformerStage):
         return x[1]
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
-        """All tensor-parallel ranks repeat the heads, except for the product with the vocabulary."""
+        """All tensor-parallel ranks repeat the heads, except for the matmul with the vocabulary."""
         x_BTD = self.tp.gather_tokens(x_BTD, self.tp_rank)
         first_BD = x_BTD[0].index_select(0, batch["cu_seqlens"][:-1]) if "cu_seqlens" in batch else x_BTD[:, 0]
         next_sentence = self.nsp(F.tanh(self.pooler(first_BD)))

@@ -7,8 +7,8 @@ from trainyard.core.counter_rng import RowSeeds
 from trainyard.families.builtin.bert import BertConfig
 from trainyard.families.builtin.gpt import GptConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import BiasGelu, PackedSequences
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
 
@@ -66,7 +66,7 @@ class Gpt(TransformerStage):
         self.embedding = make.vocab_embedding("embedding")
         self.position = make.embedding("position")
         self.dropout = make.dropout(c.embedding_dropout, "embedding")
-        self.layers = nn.ModuleDict({str(i): GptBlock(c, make, f"layers.{i}") for i in range(c.layers)})
+        self.layers = make.blocks(lambda name: GptBlock(c, make, name))
         self.norm = make.layer_norm("norm", c.norm_eps)
         self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
 

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from trainyard.core.batch import Batch
 from trainyard.core.splits import head_range
+from trainyard.families.blueprint import layer_index
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import SwiGLU, rope_frequencies
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
@@ -28,7 +29,10 @@ class LlamaAttention(Recomputable):
         self.local_heads = (c.heads // self.tp.size, end - first)
         self.qkv_linears = make.linears(self, name, ["qkv"] if c.fuse_qkv else ["q", "k", "v"])
         self.q_norm, self.k_norm = (make.optional_rms_norm(f"{name}.{x}_norm", c.norm_eps) for x in "qk")
-        self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name, c.attention_window)
+        layer = layer_index(name)
+        assert layer is not None
+        window = c.attention_window(layer)
+        self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name, window)
         self.output = make.linear(f"{name}.output")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
@@ -66,7 +70,11 @@ class LlamaBlock(nn.Module):
         self.attention_norm = make.rms_norm(f"{name}.attention_norm", c.norm_eps)
         self.attention = LlamaAttention(c, make, f"{name}.attention")
         self.mlp_norm = make.rms_norm(f"{name}.mlp_norm", c.norm_eps)
-        self.mlp = MoeMLP(c, make, f"{name}.mlp") if isinstance(c, MoeConfig) else LlamaMLP(c, make, f"{name}.mlp")
+        self.mlp: nn.Module
+        if isinstance(c, MoeConfig) and f"{name}.mlp.router.weight" in make.blueprint:
+            self.mlp = MoeMLP(c, make, f"{name}.mlp")
+        else:
+            self.mlp = LlamaMLP(c, make, f"{name}.mlp")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)
@@ -81,7 +89,7 @@ class Llama(TransformerStage):
         super().__init__(make, c.vocab)
         self.kernels = make.kernels
         self.embedding = make.vocab_embedding("embedding")
-        self.layers = nn.ModuleDict({str(i): LlamaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
+        self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
         self.norm = make.rms_norm("norm", c.norm_eps)
         self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
         self.register_buffer("frequency", torch.cat([rope_frequencies(c)] * 2), persistent=False)

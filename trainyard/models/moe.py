@@ -15,8 +15,8 @@ from trainyard.families.moe import MoeConfig
 from trainyard.kernels.grouped_linear import grouped_linear
 from trainyard.kernels.reference import Kernels
 from trainyard.models.expert_slots import assign_slots
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import SwiGLU
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
 
 
@@ -43,6 +43,7 @@ class MoeMLP(Recomputable):
         """Samples of a global batch, of which the losses of the router are means; `set_samples_per_step` sets it."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        # All tokens on every tensor-parallel rank: each has some columns of all experts. The ranks' gradients are sums.
         x_BTD = self.tp.gather_sum_grads(x_BTD) if self.tp.sequence_parallel else self.tp.copy_sum_grads(x_BTD)
         logits_BTE = F.linear(x_BTD.float(), self.router["weight"].float())
         weight_NK, expert_NK = self._choose_experts(logits_BTE)
@@ -130,7 +131,7 @@ class MoeMLP(Recomputable):
         _, T, E = logits_BTE.shape
         tokens = T * self.cp.size
         share_BE = self.cp.group.all_reduce_sum(count_BE) / tokens
-        balance = E * (share_BE[:, None] * logits_BTE.softmax(-1)).sum() / tokens / self.c.layers
+        balance = E * (share_BE[:, None] * logits_BTE.softmax(-1)).sum() / tokens / len(self.c.expert_layers)
         z = logits_BTE.logsumexp(-1).square().sum() / tokens
         loss = (self.c.balance_loss * balance + self.c.z_loss * z) / (self.samples_per_step * self.tp.size)
         if self.c.router_bias:

@@ -33,7 +33,7 @@ class ModelOutput:
         return self.tp.gather_tokens(self.local_hidden, self.tp_rank) if self.tokens_sharded else self.local_hidden
 
     def hidden_for_head(self) -> Tensor:
-        """`hidden` for work that ranks split, such as the product with their rows of the output projection. Backward
+        """`hidden` for work that ranks split, such as the matmul with their rows of the output projection. Backward
         sums the gradients of all ranks."""
         if self.tokens_sharded:
             return self.tp.gather_sum_grads(self.local_hidden)

@@ -242,7 +242,7 @@ def _dropout_scale(tile: ScoreTile, shape: torch.Size, mask: BlockMask, rng: Dro
 
 
 def _group_heads(x_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
-    """[B, H, T, K] to [B, G, R * T, K]: heads that share keys become rows of one product; keys are not repeated."""
+    """[B, H, T, K] to [B, G, R * T, K]: heads that share keys become rows of one matmul; keys are not repeated."""
     B, _, _, K = x_BHTK.shape
     return x_BHTK.reshape(B, k_BGSK.shape[1], -1, K)
 

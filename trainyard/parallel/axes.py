@@ -2,7 +2,7 @@
 
 In a block, tensor parallelism communicates only in `tp.column_parallel(x, ...)` before and in `tp.reduce_output(x)`
 after attention and MLP. Context parallelism communicates only in `cp.attend(q, k, v)`, or in `cp.gather_sequence(k)` on
-devices that trace attention. Expert parallelism communicates only around the products of experts, in `ep.dispatch` and
+devices that trace attention. Expert parallelism communicates only around the GEMMs of experts, in `ep.dispatch` and
 `ep.combine`. On one rank every one of these is the identity, so that the same model code runs on a laptop and on a
 cluster, and models never import torch.distributed. Blocks depend on the rank only through tensors, so that all ranks of
 a stage trace the same graph.

@@ -43,6 +43,7 @@ class ExpertAxis:
 def exchange_counts(count_E: Tensor, size: int, group: str) -> Tensor:
     sent = count_E.view(size, -1)
     received = compat.wait(compat.all_to_all(sent, [1] * size, [1] * size, group))
+    # The host waits for the device here: an all-to-all of rows takes its sizes from the host.
     return torch.stack((sent, received)).to("cpu", torch.int64)
 
 
@@ -50,6 +51,7 @@ def exchange_counts(count_E: Tensor, size: int, group: str) -> Tensor:
 def dispatch_rows(rows_ND: Tensor, counts: Tensor, group: str) -> Tensor:
     sent, received = counts.sum(2).tolist()
     rows_MD = compat.wait(compat.all_to_all(rows_ND.contiguous(), received, sent, group))
+    # Rows arrive by rank; a grouped GEMM wants those of one expert next to each other.
     return rows_MD.index_select(0, _by_expert(counts[1]).to(rows_MD.device))
 
 
@@ -73,6 +75,7 @@ def _(count_E: Tensor, size: int, group: str) -> Tensor:
 
 @dispatch_rows.register_fake
 def _(rows_ND: Tensor, counts: Tensor, group: str) -> Tensor:
+    # How many rows arrive depends on the router. A compiler gets a size without a value, a plan an equal share.
     return rows_ND.new_empty(compat.unknown_size(rows_ND.shape[0]), rows_ND.shape[1])
 
 

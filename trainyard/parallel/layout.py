@@ -5,8 +5,9 @@ dp x cp ranks that hold the same other weights. All rules are checked here, befo
 names the violated rule and the nearest valid layouts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, product
 from math import log2
 from typing import Literal, Self
@@ -16,6 +17,8 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.section import nearest_multiples
 from trainyard.core.splits import ModelShard, replication_factor
+from trainyard.families import ModelConfig, family_of
+from trainyard.families.flops import layer_flops
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXIS_ORDER: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
@@ -28,7 +31,7 @@ class StageSpec:
     """A pipeline stage: consecutive layers that one pipeline rank runs at once."""
 
     index: int
-    layers: range
+    layers: Sequence[int]
     is_first: bool
     is_last: bool
 
@@ -156,8 +159,9 @@ def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int)
     stages = pp * layout.vpp
     if model.heads % tp:
         return f"layout.tp={tp}: does not divide model.heads={model.heads}"
-    if model.ffn_size % tp:
-        return f"layout.tp={tp}: does not divide model.ffn={model.ffn_size}"
+    for key, size in model.ffn_sizes.items():
+        if size % tp:
+            return f"layout.tp={tp}: does not divide model.{key}={size}"
     if stages > model.layers:
         return f"layout.pp={pp}: pp x vpp = {stages} stages for {counted(model.layers, 'layer')}"
     if layout.pipeline_cuts and pp == layout.pp and layout.pipeline_cuts[-1] >= model.layers - 1:
@@ -215,7 +219,7 @@ def _nearest_layouts(config: Config, world_size: int) -> str:
     # pp stays as configured if other keys depend on it. Sizes that no layout can have are left out early: 10,000 ranks
     # have thousands of products.
     pp_is_free = section.vpp == 1 and section.pipeline_schedule != "zbv" and not section.pipeline_cuts
-    tp_sizes = [d for d in divisors if model.heads % d == 0 and model.ffn_size % d == 0]
+    tp_sizes = [d for d in divisors if all(size % d == 0 for size in (model.heads, *model.ffn_sizes.values()))]
     pp_sizes = [d for d in divisors if d <= model.layers and (pp_is_free or d == section.pp)]
     cp_sizes = [d for d in divisors if d == 1 or seq_len % (2 * d) == 0]
     valid = [
@@ -228,11 +232,14 @@ def _nearest_layouts(config: Config, world_size: int) -> str:
 
 
 def _split_stages(config: Config) -> tuple[StageSpec, ...]:
-    """Assign layers to stages. If they do not divide evenly, the middle stages get one more layer, because the first
-    stage also computes the embedding and the last one the head."""
-    layers, count = config.model.layers, config.layout.pp * config.layout.vpp
+    """Assign layers to stages. If layers of one kind do not divide evenly, the middle stages get one more, because the
+    first stage also computes the embedding and the last one the head. Layers of several kinds are divided by their
+    work."""
+    model, layers, count = config.model, config.model.layers, config.layout.pp * config.layout.vpp
     if config.layout.pipeline_cuts:
         ends = [cut + 1 for cut in config.layout.pipeline_cuts] + [layers]
+    elif len({model.layer_kind(layer) for layer in range(layers)}) > 1:
+        ends = _ends_by_work(_layer_work(model, config.data.seq_len), count)
     else:
         sizes = [layers // count] * count
         for stage in sorted(range(count), key=lambda stage: (abs(2 * stage + 1 - count), stage))[: layers % count]:
@@ -243,3 +250,28 @@ def _split_stages(config: Config) -> tuple[StageSpec, ...]:
         StageSpec(index, range(start, end), index == 0, index == count - 1)
         for index, (start, end) in enumerate(zip(starts, ends, strict=True))
     )
+
+
+@cache
+def _layer_work(model: ModelConfig, seq_len: int) -> tuple[float, ...]:
+    return tuple(layer_flops(model, family_of(model).blueprint(model), seq_len))
+
+
+@cache
+def _ends_by_work(work: tuple[float, ...], count: int) -> list[int]:
+    """Divide layers among `count` stages so that the stage with the most work has as little as possible, and stages
+    are as equal as that allows. Returns the end of each stage."""
+    done = list(accumulate(work, initial=0.0))
+    layers = len(work)
+    # By first layer, the best division of the layers from there on: (most work, sum of squares, ends).
+    best = {start: (done[-1] - done[start], (done[-1] - done[start]) ** 2, [layers]) for start in range(layers)}
+    for stages_left in range(2, count + 1):
+        best = {
+            start: min(
+                (max(own := done[end] - done[start], most), own**2 + squares, [end, *ends])
+                for end in range(start + 1, layers - stages_left + 2)
+                for most, squares, ends in (best[end],)
+            )
+            for start in range(layers - stages_left + 1)
+        }
+    return best[0][2]

@@ -93,7 +93,7 @@ class Mesh:
             if alone and not groups:  # torch's FSDP takes a process group also for the experts of no other rank
                 handle = dist.new_group([world.rank], timeout=TIMEOUT, use_local_synchronization=True)
                 own_group = Group((world.rank,), 0, handle.group_name, handle)
-            for members in groups:
+            for members in groups:  # every rank creates every group, its own or not: new_group is a collective
                 is_sorted = members == sorted(members)
                 if is_sorted:
                     handle = dist.new_group(members, timeout=TIMEOUT)

@@ -19,7 +19,7 @@ class Recomputable(nn.Module):
     recompute_name = ""
     """The name in `recompute.modules`."""
     keep_gathered = False
-    """True inside a recomputed module: save the tokens gathered for a column-parallel product until backward, because
+    """True inside a recomputed module: save the tokens gathered for a column-parallel matmul until backward, because
     the recompute has just gathered them (`TensorAxis.column_parallel`)."""
 
 

@@ -68,6 +68,7 @@ def forward(ring: Group, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, spec: A
                 out.copy_(part)
                 lse.copy_(part_lse)
             else:
+                # The softmax over both blocks of keys: weights exp(lse) / (exp(lse) + exp(part_lse)), without overflow.
                 out.lerp_(part.float(), (part_lse - lse).sigmoid_()[..., None])
                 lse.copy_(torch.logaddexp(lse, part_lse))
     return _token_major(out_BHTK, q_BHTK.dtype), lse_BHT
@@ -105,6 +106,7 @@ def backward(
         # The sums of the previous ranks for these keys arrived while this rank's part was computed.
         if receive is not None:
             gradients = [x.add_(received) for x, received in zip(gradients, receive(), strict=True)]
+        # Gradients travel with the ring too, one step behind their keys, and end at the keys' own rank.
         receive = ring.rotate(gradients)
     if receive is not None:
         local_grads = [x.add_(received) for x, received in zip(local_grads, receive(), strict=True)]
@@ -153,7 +155,7 @@ def _block_mask(block: blocks.AttentionBlock, chunk: KeyChunk, spec: AttentionSp
 
 
 def _token_major(x_BHTK: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy that is [B, T, H, K] in memory, so that the products next to attention can view it as [B, T, H * K]."""
+    """A copy that is [B, T, H, K] in memory, so that the matmuls next to attention can view it as [B, T, H * K]."""
     return _empty_token_major(x_BHTK, dtype).copy_(x_BHTK)
 
 

@@ -42,7 +42,7 @@ class Linear(nn.Module):
         return self.kernels.linear(x, self.weight, self.bias, self.fp8)
 
     def matmul(self, x: Tensor) -> Tensor:
-        """The product without the bias: tensor parallelism first reduces a row-parallel product over ranks."""
+        """The matmul without the bias: tensor parallelism first reduces a row-parallel matmul over ranks."""
         return self.kernels.linear(x, self.weight, None, self.fp8)
 
 
@@ -57,12 +57,13 @@ class TensorAxis:
     def column_parallel(
         self, x: Tensor, *linears: Linear, keep_gathered: bool = False, add_bias: bool = True
     ) -> tuple[Tensor, ...]:
-        """Column-parallel products of one x: every token times this rank's rows of each matrix.
+        """Column-parallel matmuls of one x: every token times this rank's rows of each matrix.
 
         Under sequence parallelism the gathered tokens, a full activation, are not saved: backward gathers them again
         while it multiplies. Pass `keep_gathered` inside a recomputed module, which would gather a third time otherwise.
         In fp8 the gathered tokens are saved, in half the bytes.
         """
+        # One autograd function for all matrices: each of q, k and v alone would gather the same tokens again.
         if self.sequence_parallel and not keep_gathered and not linears[0].fp8:
             tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias if add_bias else None)]
             return _ColumnParallel.apply(x, self.group, *tensors)  # type: ignore[no-untyped-call]
@@ -70,13 +71,14 @@ class TensorAxis:
         return tuple(linear(x) if add_bias else linear.matmul(x) for linear in linears)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Sum a row-parallel product over ranks; under sequence parallelism each rank keeps only its tokens."""
+        """Sum a row-parallel matmul over ranks; under sequence parallelism each rank keeps only its tokens."""
         if self.sequence_parallel:
             return self._collective(x, "reduce_scatter", "all_gather")
+        # The sum is equal on all ranks, and so is its gradient: backward needs no collective.
         return self._collective(x, "all_reduce", "identity")
 
     def gather_sum_grads(self, x: Tensor) -> Tensor:
-        """Every token on every rank, before a column-parallel product: backward sums the gradients of all ranks."""
+        """Every token on every rank, before a column-parallel matmul: backward sums the gradients of all ranks."""
         return self._collective(x, "all_gather", "reduce_scatter") if self.sequence_parallel else self.copy_sum_grads(x)
 
     def copy_sum_grads(self, x: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ class TensorAxis:
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Gather and multiply. Backward overlaps its two collectives with products."""
+    """Gather and multiply. Backward overlaps its two collectives with matmuls."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -121,9 +123,11 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group: Group = ctx.group
         x, *tensors = ctx.saved_tensors
+        # The order is what overlaps: the gather of x runs during the first matmul, whose result is reduce-scattered
+        # during the second, which needs the gathered x.
         pending_x = group.start_all_gather(x)
-        products = (d @ weight for d, weight in zip(grads, tensors[::2], strict=True))
-        d_gathered = reduce(torch.add, products)  # not `sum`, which would first add 0: a pass over memory
+        d_parts = (d @ weight for d, weight in zip(grads, tensors[::2], strict=True))
+        d_gathered = reduce(torch.add, d_parts)  # not `sum`, which would first add 0: a pass over memory
         pending_dx = group.start_reduce_scatter_dim(d_gathered, TOKEN_DIM)
         gathered = group.finish_all_gather(pending_x, x, TOKEN_DIM).flatten(0, 1)
         weight_grads: list[Tensor | None] = []

@@ -58,6 +58,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Send the buckets that are not sent yet, and wait for all. Call it after the last backward pass."""
+        # As backward completes them, from the last layers on: ranks must start collectives in the same order.
         for index in reversed(range(len(self.flat.buckets))):
             self._start_bucket(index)
         while self.in_flight:
@@ -73,7 +74,7 @@ class GradientReducer:
             if self.sharded:  # the experts of no other rank, among parameters that are sharded
                 self.reduced_grads[bucket.shard_range].copy_(self.gradients[bucket.full_range])
             return
-        if len(self.in_flight) == MAX_IN_FLIGHT:
+        if len(self.in_flight) == MAX_IN_FLIGHT:  # limits the memory of buffers, which a fast backward would fill
             self._complete()
         if not self.sharded:
             gradients = self.gradients[bucket.full_range]

@@ -19,9 +19,9 @@ from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
 from trainyard.data.loading.build import build_datasets, build_validation_sets, validation_sections
 from trainyard.data.loading.loader import BatchLoader
+from trainyard.families.flops import flops_per_sample
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.metrics.throughput import ThroughputMeter
-from trainyard.models.flops import flops_per_sample
 from trainyard.models.init import initial_values
 from trainyard.models.sharding import shard_values
 from trainyard.parallel.axes import Axes

@@ -1,7 +1,7 @@
 """What a run reports: the record of a logged step, which goes to metrics.jsonl, and the summary of the run."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -9,11 +9,11 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped
 from trainyard.core.quantities import counted
+from trainyard.models import TransformerStage
 from trainyard.models.moe import MoeMLP
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext
@@ -52,7 +52,7 @@ def step_record(
     config: Config,
     optimizer: Optimizer,
     context: RankContext,
-    models: Iterable[nn.Module],
+    models: Sequence[TransformerStage],
     is_first: bool,
 ) -> dict[str, Any]:
     """The metrics of a step; `rates` are its throughput. The first record since the start or a resume names the
@@ -72,7 +72,7 @@ def step_record(
         "param_norm": float(optimizer.weight_norm()),
         "skipped": status.skipped_total,
         "memory_bytes": device.max_memory_allocated(),
-        **expert_load(models, mesh),
+        **(expert_load(models, mesh) if config.model.num_experts and models else {}),
     }
     if is_first:
         record |= {"device": device.describe(), "ranks": mesh.layout.world_size}
@@ -83,15 +83,17 @@ def step_record(
     return record
 
 
-def expert_load(models: Iterable[nn.Module], mesh: Mesh) -> dict[str, float]:
+def expert_load(models: Sequence[TransformerStage], mesh: Mesh) -> dict[str, float]:
     """The largest and the smallest share of the tokens that an expert of any layer has had since the last call, where 1
-    is an equal share. Empty without mixtures of experts. All ranks call this together."""
+    is an equal share. The model has mixtures of experts. All ranks call this together."""
     layers = [module for model in models for module in model.modules() if isinstance(module, MoeMLP)]
-    if not layers:
-        return {}
-    counts = mesh.dp_cp.all_reduce_sum(torch.stack([layer.pair_counts for layer in layers]))
-    load = counts / counts.mean(1, keepdim=True)
-    largest, smallest = mesh.pp.all_reduce_max(torch.stack((load.max(), -load.min()))).tolist()
+    # A pipeline stage may have no layer with experts; its rank takes part in the all-reduce all the same.
+    largest_and_smallest = models[0].tp_rank.new_full((2,), -torch.inf, dtype=torch.float32)
+    if layers:
+        counts = mesh.dp_cp.all_reduce_sum(torch.stack([layer.pair_counts for layer in layers]))
+        load = counts / counts.mean(1, keepdim=True)
+        largest_and_smallest = torch.stack((load.max(), -load.min()))
+    largest, smallest = mesh.pp.all_reduce_max(largest_and_smallest).tolist()
     for layer in layers:
         layer.pair_counts.zero_()
     return {"expert_load/max": largest, "expert_load/min": -smallest}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support import configs
 from tests.support.examples import examples
+from tests.support.two_kinds import TWO_KINDS
 from trainyard import models
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native.partition import owned_slices, rank_slices
@@ -17,7 +18,7 @@ from trainyard.core.splits import ModelShard
 from trainyard.models.init import initial_values
 from trainyard.parallel.layout import Layout
 
-MODELS = {**configs.TINY_MODELS, "moe": configs.MOE}
+MODELS = {**configs.TINY_MODELS, "moe": configs.MOE, "two_kinds": TWO_KINDS}
 
 
 def layouts() -> st.SearchStrategy[tuple[Config, int]]:
@@ -28,7 +29,7 @@ def layouts() -> st.SearchStrategy[tuple[Config, int]]:
         if family != "bert":
             model |= {"tie_embeddings": tied, "vocab": 253 if odd else 260}
         vpp = vpp if pp > 1 else 1
-        layout = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": gcd(ep, dp * cp) if family == "moe" else 1}
+        layout = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": gcd(ep, dp * cp) if "experts" in model else 1}
         return configs.tiny_config(
             model, layout=layout, train={"global_batch": 24, "micro_batch": 1}
         ), tp * pp * cp * dp

@@ -173,7 +173,7 @@ def test_layers_beyond_the_traced_ones_add_what_each_adds(
     layout = Layout.from_config(config, 8)
     kinds = ("cpu", "gpu", "trainium")
     full = [estimate_memory(config, layout, 0, kind) for kind in kinds]
-    monkeypatch.setattr(pass_memory, "TRACED_LAYERS", 12)
+    monkeypatch.setattr(pass_memory, "TRACED_REPEATS", 12)
     assert [estimate_memory(config, layout, 0, kind) for kind in kinds] == full
 
 

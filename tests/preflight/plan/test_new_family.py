@@ -1,4 +1,4 @@
-"""A family that the plan has no line for: its memory, messages and time follow from its module and its blueprint."""
+"""Families that the plan has no line for: their memory, messages and time follow from module and blueprint."""
 
 import sys
 from collections.abc import Iterator
@@ -17,11 +17,14 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.families import Blueprint, ParamSpec, find_family
 from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.models import llama
-from trainyard.models.factory import ModuleFactory
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import parse_hardware
+from trainyard.preflight.plan.layer_kinds import traced_alike
+from trainyard.preflight.plan.memory.pass_memory import _split_into_runs
 from trainyard.preflight.plan.problems import check_fits
 from trainyard.preflight.plan.report import make_plan
+from trainyard.preflight.plan.time.step_time import layer_time, local_weight_count, micro_batch_time
 
 NORM = "layers.*.attention.{}_head_norm.weight"
 FAMILY = "head_norm_family:FAMILY"
@@ -97,3 +100,67 @@ def test_a_plan_has_time_and_messages(hardware: str) -> None:
 def test_a_run_is_checked_before_it_starts() -> None:
     config = make_config()
     check_fits(config, Layout.from_config(config, 1), CpuDevice(), lambda line: None)
+
+
+TWO_KINDS = (
+    "model.family=tests.support.two_kinds:FAMILY model.experts=4 model.top_k=2 model.dense_ffn=1408 model.window=512 "
+    "data.source=synthetic checkpoint.every=0"
+)
+PIPELINE = "layout.pp=2 train.micro_batch=4"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, "model.layers=9"),
+        (2, f"model.layers=7 {PIPELINE} layout.pipeline_cuts=[0]"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (2, f"model.layers=8 {PIPELINE}"),
+                (2, "model.layers=6 layout.tp=2 layout.sequence_parallel=true"),
+                (2, "model.layers=6 layout.zero=1"),
+                (1, "model.layers=6 recompute.kind=full"),
+            )
+        ),
+    ],
+)
+def test_memory_of_layers_of_several_kinds_equals_exact_peak(ranks: int, layout: str) -> None:
+    """Dense layers, then layers with experts, with and without a window in turn: a few of them are traced."""
+    config = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), *layout.split()])
+    sizes = Layout.from_config(config, ranks)
+    for pp in range(sizes.pp):
+        estimate = allocated(config, sizes, pp, "trainium")
+        assert estimate == pytest.approx(exact_peak(config, pp, ranks), rel=0.01)
+
+
+def test_a_plan_sums_over_the_kinds_of_layers() -> None:
+    """Time and weights of a model are those of its layers, one after the other."""
+    config = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), "model.layers=12"])
+    shallow = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), "model.layers=4"])
+    layout, hardware = Layout.from_config(config, 1), parse_hardware("h200:1")
+    alike = traced_alike(config)
+    assert alike == (0, 1, *(2, 3) * 5)
+    dense, dense_window, experts, experts_window = (layer_time(config, layout, hardware, layer) for layer in range(4))
+    assert experts.matmul > dense.matmul == dense_window.matmul
+    assert experts.attention == dense.attention > dense_window.attention == experts_window.attention
+    deep, few = (micro_batch_time(c, Layout.from_config(c, 1), 0, hardware) for c in (config, shallow))
+    assert deep.matmul - few.matmul == pytest.approx(8 * experts.matmul, rel=1e-9)
+    assert deep.attention - few.attention == pytest.approx(4 * (experts.attention + experts_window.attention), rel=1e-9)
+    blueprint = find_family(config.model.family).blueprint(config.model)
+    assert local_weight_count(config, layout, 0) == blueprint.parameter_count()
+
+
+def test_patterns_of_kinds_are_found() -> None:
+    """Runs by place of the first layer, length of the pattern and number of its repetitions."""
+
+    def runs(kinds: str) -> list[tuple[int, int, int]]:
+        found = _split_into_runs([ord(kind) for kind in kinds])
+        return [(run.start, run.length, run.repeats) for run in found]
+
+    assert runs("AAAAAAA") == [(0, 1, 7)]
+    assert runs("A") == [(0, 1, 1)]
+    assert runs("AABBBBA") == [(0, 1, 2), (2, 1, 4), (6, 1, 1)]
+    assert runs("DDEEEE") == [(0, 1, 2), (2, 1, 4)]
+    assert runs("DEFGFGFG") == [(0, 1, 1), (1, 1, 1), (2, 2, 3)]
+    assert runs("LLLLLG" * 4 + "LL") == [(0, 6, 4), (24, 1, 2)]

@@ -58,7 +58,7 @@ def test_equals_torchs_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch) ->
     model, layout, recompute = CASES[case]
     config = configs.tiny_config(model, layout=layout, recompute=recompute)
     sizes = RankSizes(config, Layout.from_config(config, 2), DEVICE_KINDS["gpu"])
-    stage = sizes.traced_stage(2, range(0), is_first=True, is_last=True)
+    stage = sizes.traced_stage((0, 1), is_first=True, is_last=True)
     trace = memory_trace.trace_memory.__wrapped__
     planned = trace(stage)
     monkeypatch.setattr(stage_run, "eager_checkpoint", checkpoint)

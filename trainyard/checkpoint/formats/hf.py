@@ -70,6 +70,8 @@ def stored_tensors(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
     for unfused_pattern, hf in family.hf.names(model).table.items():
         for layer in range(layers if "*" in unfused_pattern else 1):
             unfused_name, name = (text.replace("*", str(layer)) for text in (unfused_pattern, hf.name))
+            if unfused_name not in tensors:  # a row of the blueprint for other layers
+                continue
             slices = out[name].slices if name in out else ()
             out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), transposed=hf.transposed)
     check_all_stored(model, out.values(), "its Hugging Face names")

@@ -8,8 +8,7 @@ from pydantic import Field
 from trainyard.core.section import PositiveInt
 from trainyard.families.biased_block import GELU_TO_HF, Gelu, biased_block_specs, read_gelu
 from trainyard.families.blueprint import Blueprint, ParamSpec
-from trainyard.families.family import Family
-from trainyard.families.hf_format import REQUIRED, HfFormat, HfNameMap, HfTensor
+from trainyard.families.family import REQUIRED, Family, HfFormat, HfNameMap, HfTensor
 from trainyard.families.model_config import ModelConfig, Probability
 
 BATCH_FIELDS = ("tokens", "labels", "attention_mask", "segment_ids", "masked_positions", "next_sentence_labels")
@@ -133,6 +132,5 @@ FAMILY = Family(
     ),
     loss="bert_pretraining",
     batch_fields=BATCH_FIELDS,
-    visible_keys=lambda c, seq_len: seq_len,
     score_passes=12,  # masks and dropout are passes of their own
 )

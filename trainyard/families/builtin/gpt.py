@@ -8,9 +8,7 @@ from pydantic import Field
 from trainyard.core.section import PositiveInt
 from trainyard.families.biased_block import GELU_TO_HF, Gelu, biased_block_specs, read_gelu
 from trainyard.families.blueprint import Blueprint, ParamSpec
-from trainyard.families.family import Family
-from trainyard.families.hf_format import REQUIRED, HfFormat, HfNameMap, HfTensor
-from trainyard.families.megatron_format import MegatronFormat, MegatronModel
+from trainyard.families.family import REQUIRED, Family, HfFormat, HfNameMap, HfTensor, MegatronFormat, MegatronModel
 from trainyard.families.model_config import ModelConfig, Probability
 
 

@@ -8,8 +8,7 @@ from trainyard.families.decoder import (
     decoder_hf_keys,
     read_megatron_decoder,
 )
-from trainyard.families.family import Family
-from trainyard.families.megatron_format import MegatronFormat
+from trainyard.families.family import Family, MegatronFormat
 
 TORCHTITAN_NAMES = {
     "embedding": "tok_embeddings",

@@ -17,15 +17,8 @@ class MistralConfig(DecoderConfig):
     sliding_window: PositiveInt | None = None
     """Number of tokens, its own included, that a token attends to at most. Default: all tokens before it."""
 
-    @property
-    def attention_window(self) -> int | None:
+    def attention_window(self, layer: int) -> int | None:
         return self.sliding_window
-
-
-def visible_keys(c: MistralConfig, seq_len: int) -> float:
-    """Mean number of keys of a query: the window, but fewer at the start."""
-    window = min(c.sliding_window or seq_len, seq_len)
-    return window - window * (window - 1) / 2 / seq_len
 
 
 FAMILY = Family(
@@ -43,6 +36,5 @@ FAMILY = Family(
             "sliding_window": ("sliding_window", 4096),
         },
     ),
-    visible_keys=visible_keys,
     nxd_styles=("hf", "megatron"),
 )

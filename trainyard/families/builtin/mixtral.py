@@ -1,7 +1,6 @@
 """Mixtral: Mistral's block with a mixture of experts."""
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.builtin.mistral import visible_keys
 from trainyard.families.decoder import (
     DECODER_MODULE,
     decoder_hf_format,
@@ -9,8 +8,7 @@ from trainyard.families.decoder import (
     decoder_hf_names,
     read_default_head_dim,
 )
-from trainyard.families.family import Family
-from trainyard.families.hf_format import HfNameMap, HfTensor
+from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
 
 HF_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -26,8 +24,7 @@ class MixtralConfig(MoeConfig):
     sliding_window: PositiveInt | None = None
     """Number of tokens, its own included, that a token attends to at most. Default: all tokens before it."""
 
-    @property
-    def attention_window(self) -> int | None:
+    def attention_window(self, layer: int) -> int | None:
         return self.sliding_window
 
 
@@ -61,6 +58,5 @@ FAMILY = Family(
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
         read=read_default_head_dim,
     ),
-    visible_keys=visible_keys,
     nxd_styles=("hf",),
 )

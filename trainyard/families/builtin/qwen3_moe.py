@@ -15,8 +15,7 @@ from trainyard.families.decoder import (
     decoder_hf_keys,
     decoder_hf_names,
 )
-from trainyard.families.family import Family
-from trainyard.families.hf_format import HfNameMap, HfTensor
+from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
 
 

@@ -102,7 +102,7 @@ def _reduce_vector_grads(partial_sums: Tensor, dtype: torch.dtype, buffers: Wgra
 
 
 class _LinearFusedWgrad(torch.autograd.Function):
-    """F.linear whose weight gradient accumulates into a buffer inside the matrix product."""
+    """F.linear whose weight gradient accumulates into a buffer inside the matrix multiplication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:

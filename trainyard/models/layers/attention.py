@@ -79,20 +79,27 @@ class CoreAttention(Recomputable):
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         use_dropout = self.training and self.p > 0
         window = self._effective_window(q_BHTK.shape[2])
+        # 1. Attention by blocks of keys: ring or gathered keys under context parallelism; documents and windows, whose
+        # blocks are skipped where no query sees a key. One opaque operator, which makes its masks and dropout itself.
         by_blocks = self.cp.size > 1 or (self.causal and documents_BT is not None) or window is not None
         if by_blocks and not self.cp.decomposes_attention:
             rng = DropoutRng(self.p, *seeds, self.site, self.head_offset) if use_dropout and seeds else None
             return self.cp.attend(q_BHTK, k_BGTK, v_BGTK, self.causal, documents_BT, rng, window)
+        # From here on every key is on this rank: there is one rank, or the device's compiler wants plain operators.
         k_BGSK, v_BGSK = self.cp.gather_sequence(k_BGTK, 2), self.cp.gather_sequence(v_BGTK, 2)
         visible = self._visible_keys(documents_BT, q_BHTK.shape[2])
         if not use_dropout:
+            # 2. torch's fused attention. `is_causal` only without a mask: torch refuses both, and the mask is causal.
             repeat = q_BHTK.shape[1] // k_BGSK.shape[1]
+            # Without a fused fp32 kernel for fewer kv heads torch would materialize all scores; copies are smaller.
             if repeat > 1 and q_BHTK.dtype == torch.float32 and not self.kernels.has_fp32_gqa:
                 k_BGSK, v_BGSK = (x[:, :, None].expand(-1, -1, repeat, -1, -1).flatten(1, 2) for x in (k_BGSK, v_BGSK))
             grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
             return F.scaled_dot_product_attention(
                 q_BHTK, k_BGSK, v_BGSK, visible, is_causal=self.causal and visible is None, enable_gqa=grouped
             )
+        # 3. Dropout of the weights whose mask must not depend on the layout: torch's kernels draw their own, so scores
+        # and weights are materialized, in fp32 up to the softmax.
         assert seeds is not None
         keys = k_BGSK.shape[2]
         score_BHTS = (q_BHTK @ k_BGSK.transpose(2, 3)).float() * q_BHTK.shape[3] ** -0.5
@@ -104,7 +111,7 @@ class CoreAttention(Recomputable):
         # The mask of a weight depends on its query's (sample, position) seeds and, within that row, on head and key.
         head_H = torch.arange(q_BHTK.shape[1], dtype=torch.int32, device=q_BHTK.device) + self.head_offset
         key_S = torch.arange(keys, dtype=torch.int32, device=q_BHTK.device)
-        column_H1S = head_H[:, None, None] * 0x10001 + key_S
+        column_H1S = head_H[:, None, None] * 0x10001 + key_S  # distinct for all heads of up to 65,537 keys
         row_B1T1 = (seeds.seed0[:, None, :, None], seeds.seed1[:, None, :, None])
         weight_BHTS = counter_dropout(score_BHTS.softmax(-1), self.p, row_B1T1, self.site, column_H1S)
         return weight_BHTS.to(v_BGSK.dtype) @ v_BGSK
@@ -148,6 +155,7 @@ class CoreAttention(Recomputable):
         packed = documents_BT if isinstance(documents_BT, PackedSequences) else None
         batch, tokens = projections[0].shape[:2]
         has_kernel = self.kernels.has_varlen_attention and self.cp.size == 1
+        # 4. The kernel also takes equal samples, as sequences of one length, if that saves path 3 its scores.
         if packed is None and use_dropout and documents_BT is None and has_kernel:
             starts = torch.arange(batch + 1, dtype=torch.int32, device=projections[0].device) * tokens
             packed = PackedSequences(starts, tokens)
@@ -156,6 +164,7 @@ class CoreAttention(Recomputable):
             parts = projections[0].chunk(3, -1) if len(projections) == 1 else projections
             q, k, v = (y.view(batch, tokens, -1, head_size).transpose(1, 2) for y in parts)
             return self(q, k, v, documents_BT, seeds).transpose(1, 2).flatten(2)
+        # 5. The variable-length kernel: one row of tokens, q, k and v side by side as the projection left them.
         rng = None
         if seeds and use_dropout:
             rng = DropoutRng(self.p, seeds.seed0.flatten(), seeds.seed1.flatten(), self.site, self.head_offset)

@@ -8,8 +8,8 @@ from typing import Any
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.families.flops import flops_per_sample
 from trainyard.models import family_of
-from trainyard.models.flops import flops_per_sample
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import config_as_run
 from trainyard.preflight.plan.hardware.spec import Hardware
@@ -153,7 +153,7 @@ def max_rank_memory(config: Config, layout: Layout, device_kind: str, limit: flo
     """Bytes of the rank with the highest peak, or of the first one found above `limit`. Among pipeline ranks with the
     same work that is the first one, which has the most micro batches in flight."""
     most = 0
-    for pp in distinct_pipeline_ranks(layout):
+    for pp in distinct_pipeline_ranks(config, layout):
         most = max(most, estimate_memory(config, layout, pp, device_kind).total)
         if most > limit:
             break

@@ -115,7 +115,9 @@ def _search_points(config: Config, hardware: Hardware) -> Iterator[SearchPoint]:
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     max_cp = max(config.layout.cp, 8 if seq_len > LONG_SEQUENCE_TOKENS else 1)
     tp_sizes = [
-        tp for tp in divisors if tp <= hardware.ranks_per_node and model.heads % tp == 0 and model.ffn_size % tp == 0
+        tp
+        for tp in divisors
+        if tp <= hardware.ranks_per_node and all(size % tp == 0 for size in (model.heads, *model.ffn_sizes.values()))
     ]
     cp_sizes = [cp for cp in divisors if cp <= max_cp and (cp == 1 or seq_len % (2 * cp) == 0)]
     recompute_kinds = list(dict.fromkeys((config.recompute.kind, "none", "attention", "full")))

@@ -65,7 +65,8 @@ def dcp_tensors(model: models.ModelConfig, names: DcpNames) -> tuple[StoredTenso
             name, torchtitan_name = (f"{text.replace('*', str(layer))}.weight" for text in (ours, theirs))
             if name == "output.weight" and has_tied_head:
                 name = "embedding.weight"
-            out.append(StoredTensor(torchtitan_name, 0, (unfused[name],)))
+            if name in unfused:  # not a row of the blueprint for other layers
+                out.append(StoredTensor(torchtitan_name, 0, (unfused[name],)))
     check_all_stored(model, out, "torchtitan's names")
     return tuple(out) if names == "torchtitan" else tuple(rename(stored, earlier_name(stored.name)) for stored in out)
 

@@ -31,7 +31,7 @@ from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.families import Family, ModelConfig, all_families
-from trainyard.families.megatron_format import MegatronFormat, MegatronModel
+from trainyard.families.family import MegatronFormat, MegatronModel
 
 DEFAULT_ARGS = {"swiglu": False}
 """Values of arguments that the AWS reference does not store."""

@@ -46,7 +46,7 @@ def _dq_over_keys(  # type: ignore[no-untyped-def]
             dweight = zero_dropped(keep, dweight, keep_scale)
         dscore = (weight * (dweight - delta[:, None])).to(q.dtype)
         dq = dot(dscore, kk, dq)
-        if FUSED:  # transposed products read the weights from shared memory without a copy
+        if FUSED:  # transposed matmuls read the weights from shared memory without a copy
             dvv = tl.trans(dot(tl.trans(dout), kept_weight.to(q.dtype)))
             dkk = tl.trans(dot(tl.trans(q), dscore))
             store_rows(dv, dk_token, key, length, dvv * keep_scale, K, BLOCK_K)
@@ -117,7 +117,7 @@ def _dkdv_over_queries(  # type: ignore[no-untyped-def]
     threshold, keep_scale, MASK: tl.constexpr, DROPOUT: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of a range of queries to dk and dv. Scores are [keys, queries], the layout these products
+    """Add the contribution of a range of queries to dk and dv. Scores are [keys, queries], the layout these matmuls
     need."""
     scale: tl.constexpr = LOG2_E * K**-0.5
     for start in range(start_row, end_row, M):

@@ -32,7 +32,7 @@ from trainyard.kernels.triton.attention.forward import forward_kernel
 from trainyard.kernels.triton.language import triton
 
 FUSED_BACKWARD_MAX_HEAD_DIM = 64
-"""Largest head dim for which one kernel computes all gradients. Triton 3.6 miscompiles transposed products (gradients
+"""Largest head dim for which one kernel computes all gradients. Triton 3.6 miscompiles transposed matmuls (gradients
 several times too large, or reads past the end of shared memory) for larger heads, and for blocks of 64 queries by 32
 keys. Ten head dims are tested."""
 
@@ -62,7 +62,7 @@ def block_sizes(
     """Block sizes for a kernel, head dim and longest sequence. `fused_backward` is `dq_kernel` with FUSED.
 
     Chosen so that the loops of common models spill almost no registers on sm_90 (according to ptxas, not measured).
-    Small blocks leave room for a second program on a multiprocessor: while one waits for products, the other computes
+    Small blocks leave room for a second program on a multiprocessor: while one waits for matmuls, the other computes
     random bits.
     """
     if not bf16:  # without tensor cores, operands stay in registers: for tests, not for speed

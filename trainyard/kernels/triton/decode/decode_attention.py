@@ -81,7 +81,7 @@ def _attend_by_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend_by_products(  # type: ignore[no-untyped-def]
+def _attend_by_matmuls(  # type: ignore[no-untyped-def]
     query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, scale,
     HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
                 first, end, s, column, HEAD_DIM, BLOCK_S,
             )  # fmt: skip
         else:
-            top, total, acc = _attend_by_products(
+            top, total, acc = _attend_by_matmuls(
                 query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, scale,
                 HEAD_DIM, BLOCK_S,
             )  # fmt: skip

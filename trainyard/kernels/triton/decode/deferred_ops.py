@@ -1,6 +1,6 @@
 """Tensors that are computed when something reads them, so that the next operation can absorb the one before."""
 
-# A model calls a matrix product, then adds the residual. If the product is still pending at the addition, one kernel
+# A model calls a matmul, then adds the residual. If the matmul is still pending at the addition, one kernel
 # does both. Any other use of a pending tensor computes it first, so that model code needs to know nothing about this.
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ def value_of(x: Any) -> Any:
 
 
 class PendingNorm(PendingTensor):
-    """An RMSNorm that the next matrix product computes on the way."""
+    """An RMSNorm that the next matrix multiplication computes on the way."""
 
     @staticmethod
     def __new__(cls, x: Tensor, weight: Tensor, eps: float, scaled: ScaledRows | None = None) -> Any:
@@ -78,7 +78,7 @@ class PendingNorm(PendingTensor):
 
 
 class PendingLinear(PendingTensor):
-    """A matrix product that absorbs the RMSNorm before it, and the bias, activation or residual sum after it."""
+    """A matmul that absorbs the RMSNorm before it, and the bias, activation or residual sum after it."""
 
     @staticmethod
     def __new__(cls, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Any:

@@ -19,7 +19,7 @@ class DeviceKind:
     gathers_by_all_reduce: bool = False
     """all-gather and reduce-scatter are emulated by an all-reduce."""
     gpu_operators: bool = False
-    """torch's operators are those of a GPU: a bf16 product can add to an fp32 buffer, and RMS norm is one operator."""
+    """torch's operators are those of a GPU: a bf16 matmul can add to an fp32 buffer, and RMS norm is one operator."""
     gqa_fp32: bool = True
     """Attention in fp32 takes fewer kv heads than query heads (as `Kernels.has_fp32_gqa`)."""
     workspace_bytes: int = 0

@@ -1,25 +1,27 @@
 """Memory of one rank by what it is for, and what one micro batch needs in the forward and backward pass of a stage,
 from a trace of a few of its layers.
 
-Layers of one kind add the same, so that only the first ones of each kind are traced.
+Layers of one kind add the same, and so do repetitions of a pattern of kinds (layers with and without a window, in
+turn): only the first ones are traced.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import ceil
 
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.parallel.layout import Layout, StageSpec
+from trainyard.preflight.plan.layer_kinds import traced_alike
 from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.memory_trace import MemoryTrace, trace_memory
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, LOSS
 from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, TracedStage
-from trainyard.train.decisions import fp8_layer_range, fuses_wgrad, packs_batches
+from trainyard.train.decisions import fuses_wgrad, packs_batches
 from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE
 
-TRACED_LAYERS = 2
-"""Layers of each kind that are traced. The second one has what any further one has."""
+TRACED_REPEATS = 2
+"""Repetitions of a pattern of layers that are traced. The second one has what any further one has."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,12 @@ class RankSizes:
         self.local_hidden_bytes = tokens * config.model.hidden * DTYPE_BYTES[config.precision.compute_dtype]
         """Bytes of the activations between attention and MLP."""
 
-    def traced_stage(self, layers: int, fp8_layers: range, is_first: bool, is_last: bool) -> TracedStage:
-        """The stage with this number of layers."""
+    def traced_stage(self, layers: Sequence[int], is_first: bool, is_last: bool) -> TracedStage:
+        """A stage with these layers."""
         config, layout = self.config, self.layout
         fused = self.fused_kernels, fuses_wgrad(config, layout, self.fused_kernels, config.compile.enabled)
         ends = is_first, is_last
-        return TracedStage.from_config(config, layout, self.micro_batch, self.device, layers, fp8_layers, fused, ends)
+        return TracedStage.from_config(config, layout, self.micro_batch, self.device, layers, fused, ends)
 
 
 @dataclass(frozen=True)
@@ -92,34 +94,70 @@ class PassMemory:
     """Live bytes after each layer's backward pass; -1 stands for the embedding."""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Layers of a stage whose kinds repeat a pattern; for layers of one kind its length is 1."""
+
+    start: int
+    """Place of the first layer in the stage."""
+    length: int
+    """Layers of the pattern."""
+    repeats: int
+
+    @property
+    def traced_repeats(self) -> int:
+        return min(self.repeats, TRACED_REPEATS)
+
+
 def pass_memory(config: Config, sizes: RankSizes, stage: StageSpec) -> PassMemory:
-    fp8_layers = fp8_layer_range(config)
-    runs = [(fp8, list(layers)) for fp8, layers in groupby(stage.layers, lambda layer: layer in fp8_layers)]
-    counts = [min(len(layers), TRACED_LAYERS) for _, layers in runs]
-    kinds = [fp8 for (fp8, _), count in zip(runs, counts, strict=True) for _ in range(count)]
-    fp8_traced = range(kinds.index(True), kinds.index(True) + kinds.count(True)) if True in kinds else range(0)
-    traced = sizes.traced_stage(sum(counts), fp8_traced, stage.is_first, stage.is_last)
-    return _extrapolate(trace_memory(traced), [layers for _, layers in runs], counts, stage)
+    alike = traced_alike(config)
+    kinds = [alike[layer] for layer in stage.layers]
+    runs = _split_into_runs(kinds)
+    # Equal stages of a pipeline share a trace: each traces the model's first layers of the kinds that it has.
+    unused = {kind: iter([layer for layer, other in enumerate(alike) if other == kind]) for kind in set(kinds)}
+    ranges = (range(run.start, run.start + run.length * run.traced_repeats) for run in runs)
+    traced = [next(unused[kinds[place]]) for places in ranges for place in places]
+    trace = trace_memory(sizes.traced_stage(traced, stage.is_first, stage.is_last))
+    return _extrapolate(trace, traced, runs, stage)
 
 
-def _extrapolate(trace: MemoryTrace, runs: list[list[int]], counts: list[int], stage: StageSpec) -> PassMemory:
-    """Each run of equal layers was traced with its first `count` layers."""
+def _split_into_runs(kinds: Sequence[int]) -> list[_Run]:
+    """Runs that cover all layers, each the longest possible from where the one before ends."""
+    runs: list[_Run] = []
+    start = 0
+    while start < len(kinds):
+        candidates = [_Run(start, 1, 1)]
+        for length in range(1, (len(kinds) - start) // 2 + 1):
+            end, pattern = start + length, kinds[start : start + length]
+            while kinds[end : end + length] == pattern:
+                end += length
+            candidates.append(_Run(start, length, (end - start) // length))
+        repeated = [run for run in candidates if run.repeats > 1] or candidates[:1]
+        runs.append(max(repeated, key=lambda run: run.length * run.repeats))  # the shortest pattern of the longest
+        start += runs[-1].length * runs[-1].repeats
+    return runs
+
+
+def _extrapolate(trace: MemoryTrace, traced: list[int], runs: list[_Run], stage: StageSpec) -> PassMemory:
+    """The memory of all layers, from the traced ones."""
     added: dict[int, int] = {EMBEDDING: 0}
     """Bytes that untraced layers up to a part's own run save, by part."""
     entries = list(trace.entry_bytes.values())  # the embedding's, then those of layers and of the head, in order
     live_after, deferred = {}, dict(trace.deferred_grads)
-    total, first = 0, 0
-    for layers, count in zip(runs, counts, strict=True):
-        last = first + count - 1
-        per_layer = entries[last + 2] - entries[last + 1]
-        for index, layer in enumerate(layers):
-            part = first + min(index, count - 1)
-            live_after[layer] = trace.end_bytes.get(part, 0) + total + (index - part + first) * per_layer
-        missing = len(layers) - count
-        total += missing * per_layer
-        added |= dict.fromkeys(range(first, first + count), total)
-        deferred[last] = deferred.get(last, 0) * (1 + missing)
-        first += count
+    total, first = 0, 0  # bytes of untraced layers so far; place of the run's first layer among traced ones
+    for run in runs:
+        last = first + run.length * (run.traced_repeats - 1)
+        end, missing = last + run.length, run.repeats - run.traced_repeats
+        per_repeat = entries[end + 1] - entries[last + 1]
+        for index in range(run.length * run.repeats):
+            repeat, place = divmod(index, run.length)
+            skipped = max(repeat - run.traced_repeats + 1, 0)
+            part = traced[first + (repeat - skipped) * run.length + place]
+            live_after[stage.layers[run.start + index]] = trace.end_bytes.get(part, 0) + total + skipped * per_repeat
+        total += missing * per_repeat
+        added |= dict.fromkeys(traced[first:end], total)
+        deferred |= {part: deferred.get(part, 0) * (1 + missing) for part in traced[last:end]}
+        first = end
     forward, backward = (
         {part: peak + added.get(part, total) for part, peak in peaks.items()}
         for peaks in (trace.forward_peaks, trace.backward_peaks)

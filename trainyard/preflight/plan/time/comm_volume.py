@@ -1,4 +1,4 @@
-"""The messages that one rank sends in a step, derived from shapes and from a trace of one layer.
+"""The messages that one rank sends in a step, derived from shapes and from a trace of layers.
 
 They equal what the Trainer sends, for every family and layout: tests/preflight/plan/test_comm_volume.py counts the
 messages of dry runs as any rank of hundreds. The shape exchange between pipeline neighbors in the first step is not
@@ -17,6 +17,7 @@ from trainyard.families import family_of
 from trainyard.families.family import LOSSES
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.layer_kinds import first_alike, traced_alike
 from trainyard.preflight.plan.rank_parameters import (
     LocalParam,
     local_params,
@@ -25,8 +26,8 @@ from trainyard.preflight.plan.rank_parameters import (
     rank_flat_buffer,
 )
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS
-from trainyard.preflight.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
-from trainyard.train.decisions import fp8_layer_range, loss_chunk_tokens, zero_stage
+from trainyard.preflight.plan.trace.work_trace import trace_work
+from trainyard.train.decisions import loss_chunk_tokens, zero_stage
 from trainyard.train.optim.update_rule import UpdateShape
 from trainyard.train.status import StepStatus
 
@@ -107,15 +108,13 @@ def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) 
 
 
 def _add_model(messages: _RankMessages, logits_bytes: int) -> None:
-    """Messages of tensor and context parallelism inside the model, as a trace of one layer sends them, and of the
-    loss."""
+    """Messages of tensor and context parallelism inside the model, as a trace of a layer of each kind sends them, and
+    of the loss."""
     config, layout = messages.config, messages.layout
     if layout.tp == layout.cp == layout.ep == 1:
         return
-    work, fp8_layers = trace_work(config, layout), fp8_layer_range(config)
-    parts = Counter(
-        FP8_LAYER if layer in fp8_layers else PLAIN_LAYER for stage in messages.stages for layer in stage.layers
-    )
+    work, alike = trace_work(config, layout), traced_alike(config)
+    parts = Counter(alike[layer] for stage in messages.stages for layer in stage.layers)
     first, last = (any(getattr(stage, end) for stage in messages.stages) for end in ("is_first", "is_last"))
     parts.update({EMBEDDING: int(first), HEAD: int(last), LOSS: int(last)})
     for part, times in parts.items():
@@ -169,11 +168,14 @@ def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
         return sum(-(-param.shape[0] // shards) * shards * prod(param.shape[1:]) for param in members)
 
     by_stage = local_params_by_stage(config.model, messages.layout.model_shard(messages.rank))
+    alike = first_alike(config.model)
     block_gathers = 2 if config.layout.zero == 3 else 1
     for stage in messages.stages:
         ends = by_stage["first"] * stage.is_first + by_stage["last"] * stage.is_last
         ends = by_stage["both"] * (stage.is_first or stage.is_last) + ends
-        for members, count, gathers in ((by_stage["block"], len(stage.layers), block_gathers), (ends, 1, 1)):
+        kinds = Counter(alike[layer] for layer in stage.layers)
+        blocks = ((by_stage[kind], count, block_gathers) for kind, count in kinds.items())
+        for members, count, gathers in (*blocks, (ends, 1, 1)):
             by_group: dict[tuple[str, int], list[LocalParam]] = {}
             for param in members:
                 by_group.setdefault(messages.data_group(bool(param.spec.experts)), []).append(param)

@@ -20,11 +20,12 @@ from trainyard.families.blueprint import Blueprint
 from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware
+from trainyard.preflight.plan.layer_kinds import first_alike, traced_alike
 from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
 from trainyard.preflight.plan.rank_parameters import local_params_by_stage, planned_rule
 from trainyard.preflight.plan.time.comm_volume import GROUP_AXES, Message, step_messages
-from trainyard.preflight.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
-from trainyard.train.decisions import fp8_layer_range, packs_batches
+from trainyard.preflight.plan.trace.work_trace import trace_work
+from trainyard.train.decisions import packs_batches
 
 UPDATE_BYTES_PER_WEIGHT = 30
 """Bytes that AdamW moves for each weight; LAMB moves twice as many."""
@@ -103,7 +104,7 @@ class StepTime:
 
 
 def predict_step(config: Config, layout: Layout, hardware: Hardware, efficiency: Efficiency) -> StepTime:
-    distinct = distinct_pipeline_ranks(layout)
+    distinct = distinct_pipeline_ranks(config, layout)
     times = [_pipeline_rank_time(config, layout, pp, hardware, efficiency) for pp in distinct]
     slowest = max(times, key=lambda time: time.micro_batch_seconds)
     # While the first micro batch travels down to the slowest rank and the last gradient travels up from it, that rank
@@ -114,13 +115,16 @@ def predict_step(config: Config, layout: Layout, hardware: Hardware, efficiency:
     return replace(slowest, components=slowest.components | {"bubble": bubble})
 
 
-def distinct_pipeline_ranks(layout: Layout) -> dict[int, list[int]]:
+def distinct_pipeline_ranks(config: Config, layout: Layout) -> dict[int, list[int]]:
     """One pipeline rank of each kind, with all ranks that have the same work."""
+    alike = first_alike(config.model)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for pp in range(layout.pp):
-        stages = layout.stages_on(pp)
-        kinds.setdefault(tuple((len(stage.layers), stage.is_first, stage.is_last) for stage in stages), []).append(pp)
-    return {alike[0]: alike for alike in kinds.values()}
+        work = (
+            (*(alike[layer] for layer in stage.layers), stage.is_first, stage.is_last) for stage in layout.stages_on(pp)
+        )
+        kinds.setdefault(tuple(work), []).append(pp)
+    return {ranks[0]: ranks for ranks in kinds.values()}
 
 
 def traffic_by_axis(
@@ -201,15 +205,17 @@ def local_weight_count(config: Config, layout: Layout, pp: int, sharded: bool = 
     shards = layout.dp * layout.cp if sharded else 1
     expert_shards = shards // layout.ep if sharded else 1
     sizes = _weights_by_stage(config.model, layout.model_shard(0), shards, expert_shards)
-    stages = layout.stages_on(pp)
+    stages, alike = layout.stages_on(pp), first_alike(config.model)
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     ends = sizes["first"] * first + sizes["last"] * last + sizes["both"] * (first or last)
-    return ends + sizes["block"] * sum(len(stage.layers) for stage in stages)
+    return ends + sum(sizes[alike[layer]] for stage in stages for layer in stage.layers)
 
 
 @cache
-def _weights_by_stage(model: ModelConfig, model_shard: ModelShard, shards: int, expert_shards: int) -> dict[str, int]:
-    """Weights in a shard of one block, of the first and last stage, and of parameters that both have."""
+def _weights_by_stage(
+    model: ModelConfig, model_shard: ModelShard, shards: int, expert_shards: int
+) -> dict[str | int, int]:
+    """Weights in a shard of a block of each kind, of the first and last stage, and of parameters that both have."""
     params = local_params_by_stage(model, model_shard)
     return {
         stage: sum(prod(param.shape) // (expert_shards if param.spec.experts else shards) for param in members)
@@ -219,11 +225,11 @@ def _weights_by_stage(model: ModelConfig, model_shard: ModelShard, shards: int, 
 
 def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware) -> IdealTime:
     """Forward and backward pass of one micro batch on one rank."""
-    stages, fp8_layers = layout.stages_on(pp), fp8_layer_range(config)
-    layers = Counter(FP8_LAYER if layer in fp8_layers else PLAIN_LAYER for stage in stages for layer in stage.layers)
+    stages, alike = layout.stages_on(pp), traced_alike(config)
+    layers = Counter(alike[layer] for stage in stages for layer in stage.layers)
     total = IdealTime()
-    for part, count in layers.items():
-        total = total.plus(layer_time(config, layout, hardware, part), count)
+    for layer, count in layers.items():
+        total = total.plus(layer_time(config, layout, hardware, layer), count)
     if any(stage.is_last for stage in stages):
         total = total.plus(_head_time(config, layout, hardware))
     if hardware.entry.kind != "gpu":  # without fused wgrad accumulation gradients are added in a pass over memory
@@ -234,16 +240,16 @@ def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware
     return total
 
 
-def layer_time(config: Config, layout: Layout, hardware: Hardware, part: int) -> IdealTime:
-    """One transformer block, from its trace: matrix multiplications, attention, and all other passes over memory."""
-    work, trainium = trace_work(config, layout)[part], hardware.entry.kind == "trainium"
+def layer_time(config: Config, layout: Layout, hardware: Hardware, layer: int) -> IdealTime:
+    """One transformer block, from its trace: matrix multiplications, attention, and all other passes over memory.
+    `layer` is the first of its kind."""
+    work, trainium = trace_work(config, layout)[layer], hardware.entry.kind == "trainium"
     share = _token_share(config, layout, hardware)
     kind = "fp32" if config.precision.kind == "fp32" else "bf16"
     backward_factor = 2.0 if trainium else 2.5  # kernels that do not save scores recompute them
     score_passes = family_of(config.model).score_passes if trainium else 0
-    causal_share = min(
-        0.5, family_of(config.model).visible_keys(config.model, config.data.seq_len) / config.data.seq_len
-    )
+    seq_len = config.data.seq_len
+    causal_share = min(0.5, family_of(config.model).visible_keys(config.model, layer, seq_len) / seq_len)
     attention, moved = 0.0, share * work.moved_bytes
     for (call, backward), times in work.attention.items():
         visible = causal_share if call.causal and not trainium else 1.0

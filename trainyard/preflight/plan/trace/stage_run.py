@@ -3,7 +3,7 @@
 Collectives return shapes and report what they would send; operators are those that a kind of device would run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -20,8 +20,8 @@ from trainyard.core.batch import Batch
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
 from trainyard.models import Family, ModelConfig, ModelOutput, TransformerStage, family_of
-from trainyard.models.build import FactoryClass
-from trainyard.models.factory import ModuleFactory
+from trainyard.models.module_factory import ModuleFactory
+from trainyard.models.rank_model import FactoryClass
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.expert_parallel import ExpertAxis
@@ -34,6 +34,7 @@ from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.eager_checkpoint import eager_checkpoint
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS, PartRecorder
 from trainyard.train.cross_entropy import make_head_loss
+from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.loss import make_loss
 from trainyard.train.micro_batches.split import TOKEN_FIELDS
 from trainyard.train.optim.flat_state import DTYPES
@@ -178,7 +179,8 @@ class TracedStage:
     """What decides which tensors a stage allocates. Equal ones have equal traces."""
 
     model: ModelConfig
-    """With as many layers as are traced."""
+    layers: tuple[int, ...]
+    """The layers that are traced, in the order in which they run."""
     micro_batch: MicroBatchShape
     tp: int
     cp: int
@@ -188,7 +190,7 @@ class TracedStage:
     recompute: RecomputeSection
     precision: PrecisionSection
     fp8_layers: range
-    """The traced layers that multiply in fp8."""
+    """The layers of the model that multiply in fp8."""
     device: DeviceKind
     fused_kernels: bool
     fused_wgrad: bool
@@ -202,18 +204,16 @@ class TracedStage:
         layout: Layout,
         micro_batch: MicroBatchShape,
         device: DeviceKind,
-        layers: int,
-        fp8_layers: range,
+        layers: Sequence[int],
         fused: tuple[bool, bool],
         ends: tuple[bool, bool] = (True, True),
     ) -> Self:
         """`fused` says whether kernels and weight gradients are; `ends`, whether the stage is the first and the last
         one."""
-        model = config.model.model_copy(update={"layers": layers})
         sequence_parallel = config.layout.sequence_parallel and layout.tp > 1
         return cls(
-            model, micro_batch, layout.tp, layout.cp, layout.ep, config.layout.cp_method, sequence_parallel,
-            config.recompute, config.precision, fp8_layers, device, *fused, *ends,
+            config.model, tuple(layers), micro_batch, layout.tp, layout.cp, layout.ep, config.layout.cp_method,
+            sequence_parallel, config.recompute, config.precision, fp8_layer_range(config), device, *fused, *ends,
         )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ class StageRun:
         axes = Axes(TensorAxis(tp, stage.sequence_parallel), ContextAxis(cp, stage.cp_method), ExpertAxis(ep))
         self.fp8 = Fp8Options(precision.fp8_scaling, precision.fp8_backward) if precision.kind == "fp8" else None
         fp8 = models.Fp8Layers(self.fp8, stage.fp8_layers) if self.fp8 else None
-        spec = StageSpec(0, range(stage.model.layers), stage.is_first, stage.is_last)
+        spec = StageSpec(0, stage.layers, stage.is_first, stage.is_last)
         self.model: TransformerStage = models.build_model(stage.model, META, axes, spec, self.kernels, fp8, factory)
         self.model.max_seq_len = stage.micro_batch.seq_len
         self.model.pre_layer_hook = self._enter

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from trainyard.config.schema import Config
 from trainyard.kernels.custom_op import PARTIAL_SUM_OPS
-from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import CoreAttention
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.ring_attention import CpMethod, attention_messages
 from trainyard.preflight.dryrun.meta_ops import tensors_in
+from trainyard.preflight.plan.layer_kinds import traced_alike
 from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.part_recorder import PartRecorder
 from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, StageRun, TracedStage
+from trainyard.train.decisions import fp8_layer_range
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
@@ -32,8 +34,6 @@ GROUPED_GEMMS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
 EXPERT_EXCHANGES = ("trainyard::exchange_counts", "trainyard::dispatch_rows", "trainyard::combine_rows")
 """Operators with an all-to-all in them. A trace has as many rows as experts that have equally many."""
 TRACED_DEVICE = DeviceKind(0, fused_kernels=True, gpu_operators=True)
-PLAIN_LAYER, FP8_LAYER = 0, 1
-"""The traced layers."""
 MessageKey = tuple[str, int, str, str, int]
 """Group, its size, kind, dtype and bytes of a message."""
 
@@ -149,12 +149,19 @@ class PartWork:
 
 
 def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
-    """Work by part of a model with one layer, and with a second one in fp8 if any layer is."""
-    fp8 = config.precision.kind == "fp8"
+    """Work by part of a model with the first layer of each kind."""
     micro_batch = MicroBatchShape.from_config(config, layout)
     fused = (True, False)
-    stage = TracedStage.from_config(config, layout, micro_batch, TRACED_DEVICE, 1 + fp8, range(1, 1 + fp8), fused)
+    stage = TracedStage.from_config(config, layout, micro_batch, TRACED_DEVICE, _traced_layers(config), fused)
     return _trace_stage_work(stage)
+
+
+def _traced_layers(config: Config) -> tuple[int, ...]:
+    """The first layer of each kind. Those in fp8 follow another one: the first block also adds the gradients of a
+    tensor that it takes twice (BERT)."""
+    fp8_layers, last = fp8_layer_range(config), config.model.layers - 1
+    layers = sorted(set(traced_alike(config)), key=lambda layer: (layer in fp8_layers, layer))
+    return (last, *layers) if layers[0] in fp8_layers and last not in layers else tuple(layers)
 
 
 @lru_cache(maxsize=4096)

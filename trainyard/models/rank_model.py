@@ -1,7 +1,7 @@
 """Build the model of one rank: modules on the meta device first, then parameter values from any source."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from trainyard.core.errors import UserError
 from trainyard.families import Blueprint, Family, ModelConfig, family_of
+from trainyard.families.blueprint import layer_index
 from trainyard.kernels.reference import Kernels
 from trainyard.models.base import TransformerStage
-from trainyard.models.factory import Fp8Layers, ModuleFactory
 from trainyard.models.init import ParameterValues
+from trainyard.models.module_factory import Fp8Layers, ModuleFactory
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import StageSpec
 
@@ -41,11 +42,17 @@ def build_model(
     family = family_of(c)
     blueprint = family.blueprint(c)
     axes = axes or Axes()
+    _check_layer_kinds(c, blueprint)
+    make = factory(blueprint, axes, kernels or Kernels(), fp8)
+    if stage:
+        make.layers = stage.layers
     try:
-        model = import_module_class(family)(c, factory(blueprint, axes, kernels or Kernels(), fp8))
-        _check_parameters(model, blueprint, axes)
+        model = import_module_class(family)(c, make)
+        _check_parameters(model, make)
     except UserError as error:
         raise UserError(f"model.family={c.family}: {error}") from None
+    # `make.blocks` builds the layers of the stage only; embedding and head exist until here, so that the module of a
+    # family knows nothing of stages.
     if stage:
         model.prune_to_stage(stage, blueprint)
     for module in model.modules():
@@ -54,18 +61,30 @@ def build_model(
     return model
 
 
-def _check_parameters(model: nn.Module, blueprint: Blueprint, axes: Axes) -> None:
+def _check_layer_kinds(c: ModelConfig, blueprint: Blueprint) -> None:
+    """Refuse a configuration that calls layers with other parameters one kind: a plan would take one for the other."""
+    if all(spec.layers is None for spec in blueprint.specs):
+        return
+    first_of_kind: dict[Hashable, int] = {}
+    for layer in range(c.layers):
+        first = first_of_kind.setdefault(c.layer_kind(layer), layer)
+        if blueprint.block_specs(layer) != blueprint.block_specs(first):
+            raise UserError(f"layers {first} and {layer} are of one kind, but have other rows in its blueprint")
+
+
+def _check_parameters(model: nn.Module, make: ModuleFactory) -> None:
     """Refuse a module whose parameters are not those of its blueprint."""
-    expected = set(blueprint.parameter_names())
+    blueprint, built = make.blueprint, {None, *make.layers}
+    expected = {name for name in blueprint.parameter_names() if layer_index(name) in built}
     for name, parameter in model.named_parameters():
-        if name not in expected:
+        if name not in blueprint:
             raise UserError(f"its module has {name}, which its blueprint has not")
         expected.discard(name)
-        shape = blueprint.local_shape(name, axes.model_shard)
+        shape = blueprint.local_shape(name, make.shard)
         if tuple(parameter.shape) != shape:
             raise UserError(
                 f"{name} has the shape {list(parameter.shape)} in its module, {list(shape)} in its blueprint"
-                + (f" at layout.tp={axes.tp.size}" if axes.tp.size > 1 else "")
+                + (f" at layout.tp={make.tp.size}" if make.tp.size > 1 else "")
             )
     if expected:
         raise UserError(f"its blueprint has {min(expected)}, which its module has not")

@@ -1,6 +1,6 @@
 """ModuleFactory: builds layers whose parameters have the local shapes of the blueprint and no memory yet."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from trainyard.parallel.axes import Axes
 
 
 class Fp8Layers(NamedTuple):
-    """The layers that compute their products in fp8, and the options for it."""
+    """The layers that multiply in fp8, and the options for it."""
 
     recipe: Fp8Options
     layers: range
@@ -40,6 +40,12 @@ class ModuleFactory:
         self.blueprint, self.kernels, self.fp8 = blueprint, kernels, fp8
         self.tp, self.cp, self.ep = axes.tp, axes.cp, axes.ep
         self.shard = axes.model_shard
+        self.layers: Sequence[int] = range(blueprint.layers)
+        """The layers to build: those of the rank's pipeline stage."""
+
+    def blocks(self, build: Callable[[str], nn.Module]) -> nn.ModuleDict:
+        """The blocks of this stage by layer index. `build` makes one from the name of its parameters (`layers.3`)."""
+        return nn.ModuleDict({str(layer): build(f"layers.{layer}") for layer in self.layers})
 
     def parameter(self, name: str) -> nn.Parameter:
         if name not in self.blueprint:

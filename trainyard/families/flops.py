@@ -1,0 +1,52 @@
+"""Training FLOP of one sample, counted from the blueprint.
+
+Backward counts as twice the forward; recompute is not counted. Attention FLOP come in both conventions: `full` counts
+every query-key pair, `causal` only the pairs that the mask keeps. Compare MFU between systems only within one
+convention.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+from trainyard.families.blueprint import Blueprint, ParamSpec
+from trainyard.families.model_config import ModelConfig
+from trainyard.families.registry import family_of
+
+
+@dataclass(frozen=True)
+class SampleFlops:
+    """Training FLOP of one sample in the two conventions for attention."""
+
+    full_attention: float
+    causal_attention: float
+
+
+def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_predictions: int) -> SampleFlops:
+    tokens = {"tokens": seq_len, "masked": max_predictions, "first": 1, "nothing": 0}
+    matmuls = sum(
+        2 * prod(spec.shape) * spec.flops_share * tokens[spec.flops_tokens] * blueprint.copies(spec)
+        for spec in blueprint.specs
+    )
+    if blueprint.tied_head:
+        vocab, hidden, head_tokens = blueprint.tied_head
+        matmuls += 2 * vocab * hidden * tokens[head_tokens]
+    family, per_layer = family_of(c), 4 * c.heads * c.head_size * seq_len**2
+    layers = Counter(family.visible_keys(c, layer, seq_len) / seq_len for layer in range(c.layers))
+    """Number of layers by the share of the pairs that their mask keeps."""
+    attention = sum(count * per_layer * visible for visible, count in layers.items())
+    return SampleFlops(3.0 * (matmuls + c.layers * per_layer), 3.0 * (matmuls + attention))
+
+
+def layer_flops(c: ModelConfig, blueprint: Blueprint, seq_len: int) -> list[float]:
+    """Forward FLOP of one sample in each layer, without masked pairs."""
+    family, attention = family_of(c), 4 * c.heads * c.head_size * seq_len
+    return [
+        sum(2 * prod(spec.shape) * spec.flops_share * seq_len for spec in _matrices(blueprint, layer))
+        + attention * family.visible_keys(c, layer, seq_len)
+        for layer in range(c.layers)
+    ]
+
+
+def _matrices(blueprint: Blueprint, layer: int) -> list[ParamSpec]:
+    return [spec for spec in blueprint.block_specs(layer) if spec.flops_tokens == "tokens"]
