@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainyard.prepare.length_stats import InspectOptions
 
 from tests.support import configs
 from trainyard import Config, Trainer
@@ -23,7 +22,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import parse_hardware, read_catalog
 from trainyard.preflight.plan.memory.optimizer_state import OptimizerMemory
 from trainyard.preflight.plan.time.comm_volume import step_messages
-from trainyard.prepare.inspect import inspect_path
+from trainyard.prepare.inspect import InspectOptions, inspect_path
 
 ENTRY_POINTS = """
 [trainyard.optimizers]
@@ -45,7 +44,7 @@ from pydantic import Field
 
 from trainyard import DataSource, Logger, Loss, UpdateRule
 from trainyard.core.section import Section
-from trainyard.prepare.length_stats import InspectReport
+from trainyard.prepare.inspect import InspectReport
 from trainyard.train.loss import count_labels
 
 
@@ -132,9 +131,7 @@ class Counts(DataSource):
 
 
 def inspect_numbers(path, options, on_progress):
-    report = InspectReport(str(path), "numbers")
-    report.facts = {"tokens": len(np.load(path))}
-    return report
+    return InspectReport(str(path), "numbers", {"tokens": len(np.load(path))}, {}, [])
 
 
 COUNTS = Counts()

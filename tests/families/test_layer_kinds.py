@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,8 @@ def test_logits_follow_the_windows_and_the_experts() -> None:
 
 
 def test_round_trip_to_a_hugging_face_directory_is_bitwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = registry.metadata.EntryPoint("two_kinds", MODEL.family, registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: [entry])
+    entry = metadata.EntryPoint("two_kinds", MODEL.family, registry.FAMILIES.group)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
     registry.all_families.cache_clear()
     values = initial_values(BLUEPRINT, 5)
     write_hf(tmp_path / "hf", InMemoryWeights(MODEL, values))

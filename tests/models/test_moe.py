@@ -211,7 +211,9 @@ def test_a_bias_balances_the_load(kind: str) -> None:
         Trainer(configs.tiny_config({**model, "router_bias": bias}, precision=precision)) for bias in (False, True)
     )
     batch = trainer.loader.batch(0, trainer.batch_slice)
-    assert trainer.train_step(batch, 1, 1e-3).grad_norm == plain.train_step(batch, 1, 1e-3).grad_norm
+    norms = [each.train_step(batch, 1, 1e-3).grad_norm for each in (trainer, plain)]
+    # The bias moves what follows it in the flat buffer, so that the squares are added in other groups.
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0.0)
     state, name = trainer.optimizer.state, "layers.0.mlp.router.bias"
     for weights in (state.weights, state.master_weights):
         state.flat.view(weights, name).copy_(torch.tensor([0.05, 0.05, -0.05, -0.05]))

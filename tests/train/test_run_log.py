@@ -14,8 +14,8 @@ from tests.support import configs
 from trainyard import Callback, Trainer
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped
-from trainyard.train import losses
 from trainyard.train.callbacks import TrainerView
+from trainyard.train.cross_entropy import chunked_cross_entropy
 from trainyard.train.run_log.loss_spikes import WARMUP_STEPS, LossSpikeDetector
 
 SPIKE, SKIP = 57, 61
@@ -53,7 +53,7 @@ class DisturbedSteps(Callback):
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self.tokens.setdefault(self.step, []).append(batch["tokens"].clone())
         factor = {SPIKE: 3.0, SKIP: float("nan")}.get(self.step, 1.0)
-        return losses.chunked_cross_entropy(output, batch["labels"]) * factor, (batch["labels"] != -100).sum()
+        return chunked_cross_entropy(output, batch["labels"]) * factor, (batch["labels"] != -100).sum()
 
 
 def test_spikes_and_skipped_steps_between_logged_ones_have_events_with_their_samples(tmp_path: Path) -> None:

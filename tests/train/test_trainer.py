@@ -14,7 +14,7 @@ from trainyard import Callback, Trainer
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.devices.base import CompileOptions
 from trainyard.devices.cpu import CpuDevice
-from trainyard.train import losses
+from trainyard.train.cross_entropy import chunked_cross_entropy
 
 
 def losses_of(config, tmp_path: Path, **arguments) -> list[float]:
@@ -159,7 +159,7 @@ def test_user_loss_is_divided_by_its_count(tmp_path: Path) -> None:
 
 def test_user_loss_equal_to_the_built_in_loss_gives_the_same_run(tmp_path: Path) -> None:
     def same(output, batch):
-        return losses.chunked_cross_entropy(output, batch["labels"]), (batch["labels"] != -100).sum()
+        return chunked_cross_entropy(output, batch["labels"]), (batch["labels"] != -100).sum()
 
     config = configs.tiny_config()
     assert losses_of(config, tmp_path, loss=same) == pytest.approx(losses_of(config, tmp_path), rel=1e-5)
@@ -355,7 +355,7 @@ def test_nonfinite_steps_are_skipped_counted_named_and_finally_stop_the_run(tmp_
     broken = {"on": False}
 
     def fragile(output, batch):
-        total = losses.chunked_cross_entropy(output, batch["labels"])
+        total = chunked_cross_entropy(output, batch["labels"])
         return (total * float("nan") if broken["on"] else total), (batch["labels"] != -100).sum()
 
     class BreakSomeSteps(Callback):
