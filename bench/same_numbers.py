@@ -169,24 +169,26 @@ def measure(server: ForkServer, root: Path) -> Iterator[tuple[str, Any]]:
             yield f"plan {recipe} {' '.join(words)}", value
 
 
-def compare(before: Path, after: Path) -> int:
-    old, new = (json.loads(path.read_text()) for path in (before, after))
-    different = [name for name in old["values"] if old["values"][name] != new["values"].get(name)]
+def compare(before: Path, after: Path, out: Path | None) -> int:
+    old, new = (json.loads(path.read_text())["values"] for path in (before, after))
+    different = [name for name in old if old[name] != new.get(name)]
     for name in different:
-        print(f"DIFFERENT {name}: {old['values'][name]} -> {new['values'].get(name)}")
-    kinds = {kind: sum(name.startswith(kind) for name in old["values"]) for kind in ("run", "convert", "plan")}
+        print(f"DIFFERENT {name}: {old[name]} -> {new.get(name)}")
+    kinds = {kind: sum(name.startswith(kind) for name in old) for kind in ("run", "convert", "plan")}
     print(f"{kinds}: {len(different)} different")
+    if out:
+        out.write_text(json.dumps({"compared": kinds, "different": different, "values": new}, indent=1) + "\n")
     return bool(different)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the numbers, or the result of a comparison")
     parser.add_argument("--device", default="cpu", help="anything else: nine runs there")
     parser.add_argument("--compare", type=Path, nargs=2)
     arguments = parser.parse_args()
     if arguments.compare:
-        sys.exit(compare(*arguments.compare))
+        sys.exit(compare(*arguments.compare, arguments.out))
     server, start, values = ForkServer(), time.monotonic(), {}
     with tempfile.TemporaryDirectory(prefix="numbers-") as name:
         root = Path(name)
