@@ -336,6 +336,16 @@ def test_lost_node_requeues(tmp_path: Path) -> None:
     assert harness.job.requeues == 1
 
 
+def test_lost_node_whose_job_slurm_ends_at_once_is_no_wish_to_stop(tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to the supervisor while srun still waits for the lost node."""
+    harness = Harness(tmp_path, Attempt(1, {"n1": crash(PEER_LOST), "n2": None}))
+    harness.job.attempts[0].event = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    harness.job.trouble = {"n2": "DOWN*"}
+    assert harness.supervise() == 130
+    assert harness.events[-1] == "node n2 is DOWN*; restart 1 of 3"
+    assert (harness.job.requeues, harness.record.idle_stops) == (1, 0)
+
+
 def test_killed_supervisor_is_counted_and_its_step_ended(tmp_path: Path) -> None:
     harness = Harness(tmp_path, Attempt(0), attempt_nodes="n[1-2]", attempts=4)
     assert harness.supervise() == 0

@@ -122,9 +122,11 @@ class Supervisor:
             if self._is_cancelled():
                 self._report(f"cancelled; {describe_checkpoint(self._last_checkpoint())}")
                 return EXIT_INTERRUPTED
-            if end.asked_to_stop:
+            if end.asked_to_stop and signal.SIGUSR1 in self.signals:  # a notice leaves no time to ask for nodes
                 return self._stop()
             failed_nodes = self._ask(partial(self.job.failed_nodes, self.job.nodes))
+            if end.asked_to_stop and not failed_nodes:  # Slurm ends a job that has lost a node with SIGTERM, too
+                return self._stop()
             if code := self._count_failure(describe_nodes(failed_nodes) or end.cause, end.code):
                 return code
             if failed_nodes or end.step_remains:
