@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
-from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.partition import rank_slices
-from trainyard.checkpoint.native.writer import weights_only_state, write_checkpoint
-from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import load, parse
 from trainyard.core.splits import shard_rows
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.formats.convert import ConversionTarget, convert_checkpoint, parse_layout
+from trainyard.formats.hf import write_hf
+from trainyard.formats.native_writer import weights_only_state, write_checkpoint
+from trainyard.formats.registry import open_weights
 from trainyard.parallel.layout import Layout
 from trainyard.remote.storage import open_storage
 from trainyard.train.callbacks import Callback, TrainerView

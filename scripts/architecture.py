@@ -14,7 +14,7 @@ SOURCE = ROOT / "trainyard"
 TARGET = ROOT / "docs" / "internals" / "architecture.svg"
 
 SPINE = {
-    "checkpoint": "save, load, convert",
+    "checkpoint": "shards of ranks, commit file",
     "compat": "private torch APIs",
     "config": "YAML, schema, recipes",
     "core": "errors, files, RNG",
@@ -32,6 +32,7 @@ WINGS = {
     "cluster": "Slurm, ParallelCluster, doctor",
     "dashboard": "page, report, model card",
     "evaluate": "any checkpoint, any data",
+    "formats": "checkpoints of other systems",
     "importers": "NxD Training, Megatron-LM",
     "inference": "generate, serve",
     "launch": "ranks of a host",

@@ -34,6 +34,7 @@ ORDER = [
     {"parallel"},
     {"models"},
     {"data", "metrics", "checkpoint", "launch"},
+    {"formats"},
     {"inference", "prepare"},
     {"train"},
     {"evaluate", "preflight"},
@@ -42,7 +43,7 @@ ORDER = [
     {"cli"},
 ]
 BUDGETS = {
-    "checkpoint": 4000,
+    "checkpoint": 750,
     "cli": 4900,
     "cluster": 2200,
     "compat": 450,
@@ -52,7 +53,8 @@ BUDGETS = {
     "data": 2850,
     "devices": 1500,
     "evaluate": 650,
-    "families": 1150,
+    "families": 1200,
+    "formats": 3250,
     "importers": 2050,
     "inference": 2650,
     "kernels": 2800,
@@ -67,7 +69,7 @@ BUDGETS = {
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 22_100
+SPINE_BUDGET = 18_850
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

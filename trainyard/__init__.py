@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainyard.checkpoint.formats.hf import load_model
     from trainyard.config.load import load
     from trainyard.config.schema import Config
     from trainyard.data.loading.dataset import Dataset
     from trainyard.data.source import DataSource
     from trainyard.families.family import Family
     from trainyard.families.hf_config import from_hf
+    from trainyard.formats.hf import load_model
     from trainyard.metrics.loggers.base import Logger
     from trainyard.train.callbacks import Callback
     from trainyard.train.loss import Loss
@@ -49,7 +49,7 @@ _EXPORTS = {
     "UpdateRule": "trainyard.train.optim.update_rule",
     "from_hf": "trainyard.families.hf_config",
     "load": "trainyard.config.load",
-    "load_model": "trainyard.checkpoint.formats.hf",
+    "load_model": "trainyard.formats.hf",
 }
 
 

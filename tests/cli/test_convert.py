@@ -12,12 +12,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama
 from tests.cli.conftest import Call, fail, succeed
+from tests.formats.test_nxd import GQA, RandomWeights, llama
 from tests.support import configs
 from tests.support.file_damage import renew_checksums
-from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.cli.commands import convert as command
+from trainyard.formats.hf import write_hf
 from trainyard.train.trainer import Trainer
 
 ZERO = re.compile(r"^largest logit difference 0 \(logits up to \S+\)$", re.M)

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama, load_rank
 from tests.cli.conftest import Call, fail, succeed
-from trainyard.checkpoint.formats.hf import write_hf
-from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, QkvKind, valid_kv_multipliers
+from tests.formats.test_nxd import GQA, RandomWeights, llama, load_rank
 from trainyard.cli.commands import convert_nxd
 from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.families.builtin.mixtral import MixtralConfig
 from trainyard.families.decoder import DecoderConfig
+from trainyard.formats.hf import write_hf
+from trainyard.formats.nxd.layout import KvOrder, NxdLayout, QkvKind, valid_kv_multipliers
 
 MHA = llama(hidden=32, heads=8, layers=4)
 """A model with as many kv heads as heads."""

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.formats.test_nxd import RandomWeights, llama
 from tests.cli.conftest import Call, fail, succeed
+from tests.formats.test_nxd import RandomWeights, llama
 from tests.support.s3_server import s3_server
-from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.cli.console import ProgressDisplay
+from trainyard.formats.hf import write_hf
 from trainyard.remote import store_upload
 from trainyard.remote.storage import FsspecStorage
 

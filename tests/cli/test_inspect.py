@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama
 from tests.cli.conftest import Call, fail, succeed
+from tests.formats.test_nxd import GQA, RandomWeights, llama
 from tests.support import configs
-from trainyard.checkpoint.formats.hf import write_hf
+from trainyard.formats.hf import write_hf
 from trainyard.train.trainer import Trainer
 
 

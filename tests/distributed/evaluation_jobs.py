@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from trainyard.checkpoint.registry import open_weights
 from trainyard.core.world import World
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.evaluate.evaluator import CheckpointSource, Evaluator, evaluate_data
 from trainyard.evaluate.score_continuations import score_continuations
+from trainyard.formats.registry import open_weights
 from trainyard.train.evaluate import sum_over_ranks
 
 

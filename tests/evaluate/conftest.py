@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.support.hf_folders import TEXTS, VOCAB, save_hf_folder
-from trainyard.checkpoint.registry import open_weights
 from trainyard.core.world import ONE_RANK
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.evaluate.evaluator import CheckpointSource, evaluate_data
+from trainyard.formats.registry import open_weights
 
 HfFolder = Callable[[str], tuple[Path, Any]]
 

@@ -15,10 +15,10 @@ from tests.support import user_code
 from tests.support.configs import tiny_config
 from tests.support.forkserver import ForkServer
 from tests.support.hf_folders import TEXTS, hf_stream_loss
-from trainyard.checkpoint.formats.hf import InMemoryWeights
-from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
 from trainyard.evaluate.eval_config import evaluation_config
+from trainyard.formats.hf import InMemoryWeights
+from trainyard.formats.registry import open_weights
 from trainyard.train.trainer import Trainer
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.evaluate.conftest import HfFolder
-from trainyard.checkpoint.formats.hf import load_model
 from trainyard.core.errors import UserError
 from trainyard.devices import select
 from trainyard.evaluate.score_continuations import score_continuations
+from trainyard.formats.hf import load_model
 from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.inference.scheduler import RequestScheduler, run_requests

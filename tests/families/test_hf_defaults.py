@@ -12,13 +12,13 @@ from torch import Tensor
 from tests.support import configs
 from tests.support.hf_reference import BERT, GPT, LLAMA, LLAMA31, hf_forward
 from trainyard import models
-from trainyard.checkpoint.formats.hf import open_hf
-from trainyard.checkpoint.formats.tensor_map import local_values
+from trainyard.checkpoint.weights import local_values
 from trainyard.core.errors import UserError
 from trainyard.families import Family, ModelConfig, find_family
 from trainyard.families.family import REQUIRED
 from trainyard.families.hf_config import from_hf
 from trainyard.families.registry import FAMILIES
+from trainyard.formats.hf import open_hf
 
 DECODER = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-3}
 DECODER |= {"rope_theta": 500.0, "max_position_embeddings": 80, "initializer_range": 0.5, "tie_word_embeddings": True}

@@ -13,14 +13,15 @@ import torch
 from tests.support import configs
 from tests.support.two_kinds import FAMILY, TWO_KINDS, TwoKindsConfig
 from trainyard import models
-from trainyard.checkpoint.formats.hf import InMemoryWeights, open_hf, stored_tensors, write_hf
-from trainyard.checkpoint.formats.tensor_map import check_all_stored, unfused_tensors
 from trainyard.checkpoint.native.partition import rank_slices
+from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard
 from trainyard.families import Family, find_family, registry
 from trainyard.families.blueprint import for_layers, parse_layers
 from trainyard.families.flops import flops_per_sample, layer_flops
+from trainyard.formats.hf import InMemoryWeights, open_hf, stored_tensors, write_hf
+from trainyard.formats.tensor_map import check_all_stored
 from trainyard.models import rank_model
 from trainyard.models.init import initial_values
 from trainyard.models.llama import LlamaMLP

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.hf_reference import LLAMA_LIKE, MOE_VARIANTS, hf_model
-from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
-from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
 from trainyard.families import family_of
+from trainyard.formats.convert import ConversionTarget, convert_checkpoint, parse_layout
+from trainyard.formats.registry import open_weights
 
 
 def convert(source: Path, target: Path, kind: str, layout: str = "") -> None:

@@ -16,11 +16,11 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 from tests.support.forkserver import ForkServer
 from tests.support.hf_folders import copy_without_end_token, edit_json
 from tests.support.hf_reference import LLAMA_LIKE, MOE_VARIANTS, hf_model
-from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
-from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files
 from trainyard.devices.cpu import CpuDevice
+from trainyard.formats.convert import ConversionTarget, convert_checkpoint, parse_layout
+from trainyard.formats.registry import open_weights
 from trainyard.inference import engine as engine_module
 from trainyard.inference import scheduler as scheduler_module
 from trainyard.inference.engine import GraphedStep

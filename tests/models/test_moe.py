@@ -13,11 +13,11 @@ from tests.support import configs
 from tests.support.forkserver import ForkServer
 from tests.support.hf_reference import MOE_VARIANTS, hf_forward, hf_model
 from trainyard import Trainer, models
-from trainyard.checkpoint.formats.hf import open_hf, save_hf
-from trainyard.checkpoint.formats.tensor_map import local_values
+from trainyard.checkpoint.weights import local_values
 from trainyard.config.schema import RecomputeSection
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf, to_hf
+from trainyard.formats.hf import open_hf, save_hf
 from trainyard.kernels.grouped_linear import grouped_linear
 from trainyard.models.init import initial_values
 from trainyard.models.moe import MoeMLP

@@ -15,16 +15,16 @@ import torch
 import yaml
 from huggingface_hub import snapshot_download
 
-from tests.checkpoint.formats.test_nxd import RandomWeights, llama
 from tests.cli.conftest import Call, call, fail, succeed  # noqa: F401 (a fixture)
+from tests.formats.test_nxd import RandomWeights, llama
 from tests.support.hub_server import HubServer, Repo, hub_environment, hub_server, use_hub
 from tests.support.web_server import ServedFile, cut_after, status
-from trainyard.checkpoint.formats.hf import hf_tensors, write_hf
-from trainyard.checkpoint.formats.tensor_map import unfused_tensors
-from trainyard.checkpoint.registry import open_weights
+from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files, load_tokenizer
 from trainyard.families.hf_config import from_hf
+from trainyard.formats.hf import hf_tensors, write_hf
+from trainyard.formats.registry import open_weights
 from trainyard.remote.local_copies import forget_sources, local_inputs, local_weights
 
 ROOT = Path(__file__).parents[2]

@@ -17,11 +17,11 @@ from tests.cli.conftest import Call, call, fail, succeed  # noqa: F401 (a fixtur
 from tests.support.hub_server import HubServer, hub_server, use_hub
 from tests.support.s3_server import s3_server
 from tests.support.web_server import status
-from trainyard.checkpoint.compare import first_model_difference
-from trainyard.checkpoint.formats.hf import CHECKSUM_FILE
-from trainyard.checkpoint.registry import open_weights
 from trainyard.cli import main
 from trainyard.dashboard.model_card import MARKER
+from trainyard.families.model_config import first_model_difference
+from trainyard.formats.hf import CHECKSUM_FILE
+from trainyard.formats.registry import open_weights
 from trainyard.remote.local_copies import forget_sources
 from trainyard.remote.manifest import MANIFEST_FILE
 

@@ -20,17 +20,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tests.checkpoint.formats.test_nxd import RandomWeights, llama
 from tests.cli.conftest import Call, call, fail, succeed  # noqa: F401 (a fixture)
+from tests.formats.test_nxd import RandomWeights, llama
 from tests.support.logs import captured_log
 from tests.support.s3_server import s3_server
 from tests.support.web_server import ServedFile, WebServer, running, status
-from trainyard.checkpoint.formats.hf import write_hf
-from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import dump, parse
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files, load_tokenizer
 from trainyard.families.hf_config import from_hf
+from trainyard.formats.hf import write_hf
+from trainyard.formats.registry import open_weights
 from trainyard.remote.catalog import DATASETS
 from trainyard.remote.credentials import has_credentials, redact
 from trainyard.remote.local_copies import forget_sources, local_inputs, local_weights

@@ -17,11 +17,11 @@ from tests.support import configs, user_code
 from tests.train.test_optimizers import gradient, make_optimizer, master, set_gradients, state_tensors, update, weights
 from trainyard import Callback, Trainer
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.registry import open_weights
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
 from trainyard.core.errors import UserError
 from trainyard.data.loading.build import build_datasets
+from trainyard.formats.registry import open_weights
 from trainyard.preflight.dryrun.dry_run import without_io
 from trainyard.remote.storage import open_storage
 from trainyard.train.build import build_loaders

@@ -56,7 +56,7 @@ def _checkpoint_model(overrides: list[str]) -> ModelConfig | None:
     try:
         if is_remote_model(path):
             return from_hf(path)
-        from trainyard.checkpoint.registry import open_weights  # imports torch
+        from trainyard.formats.registry import open_weights  # imports torch
 
         return open_weights(path).weights.model
     except (ValueError, OSError):  # the run reports it, if it needs the checkpoint

@@ -4,13 +4,14 @@ overrides."""
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainyard.checkpoint.formats.tensor_map import WeightSource, ZeroRouterBias
 from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.weights import WeightSource
 from trainyard.config.load import apply_overrides, parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import load_object
 from trainyard.families import family_of
+from trainyard.formats.registry import ZeroRouterBias
 
 MAX_DEFAULT_SEQ_LEN = 2048
 """Longest default window of a checkpoint that does not tell the seq_len it was trained with."""

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import WeightSource, local_values
-from trainyard.checkpoint.registry import OpenedCheckpoint, read_model_files
+from trainyard.checkpoint.weights import WeightSource, local_values
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch
 from trainyard.core.world import World
@@ -22,6 +21,7 @@ from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 from trainyard.evaluate.data_sets import DataOptions, EvaluationData, open_data
 from trainyard.evaluate.eval_config import with_sample_shape
+from trainyard.formats.registry import OpenedCheckpoint, read_model_files
 from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh

@@ -22,14 +22,14 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainyard.checkpoint.formats.tensor_map import WeightSource
-from trainyard.checkpoint.registry import open_weights, read_model_files
+from trainyard.checkpoint.weights import WeightSource
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.world import World
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.evaluate.evaluator import CheckpointSource, Evaluator
 from trainyard.evaluate.score_continuations import TokenPair, score_continuations
 from trainyard.families import family_of
+from trainyard.formats.registry import open_weights, read_model_files
 from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.inference.scheduler import RequestScheduler, run_requests

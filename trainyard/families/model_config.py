@@ -1,7 +1,7 @@
 """ModelConfig: the keys of the `model` section that every family has. Each family adds its own in a subclass."""
 
 from collections.abc import Hashable
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
@@ -9,6 +9,8 @@ from trainyard.core.section import PositiveInt, Section, nearest_divisor
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 TokenIds = Annotated[tuple[int, ...], Strict(False), BeforeValidator(lambda ids: (ids,) if type(ids) is int else ids)]
+TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
+"""Keys of the model section that matter to training only, besides dropout and fused matrices."""
 
 
 class ModelConfig(Section):
@@ -94,3 +96,21 @@ class ModelConfig(Section):
     def output_init_std(self) -> float:
         """Standard deviation of the initial weights of a block's two output projections."""
         return self.init_std / (2 * self.layers) ** 0.5 if self.scaled_init else self.init_std
+
+
+def first_model_difference(model_a: ModelConfig, model_b: ModelConfig) -> tuple[str, Any, Any] | None:
+    """The first key that makes two models differ in weights or logits, and its two values.
+
+    Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices, balance of
+    experts), or to text only (special tokens), do not count.
+    """
+    a, b = (
+        {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
+        | {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}
+        for model in (model_a, model_b)
+    )
+    for key in a | b:
+        ignored = key.endswith(("dropout", "_token_id")) or key.startswith("fuse") or key in TRAINING_KEYS
+        if not ignored and a.get(key) != b.get(key):
+            return key, a.get(key), b.get(key)
+    return None

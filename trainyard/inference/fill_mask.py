@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.formats.tensor_map import local_values
-from trainyard.checkpoint.registry import open_weights, read_model_files
+from trainyard.checkpoint.weights import local_values
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.devices import Device
+from trainyard.formats.registry import open_weights, read_model_files
 from trainyard.inference.text.tokenizer_files import find_tokenizer
 from trainyard.models import ModelOutput, TransformerStage, build_model, family_of, fill_parameters
 

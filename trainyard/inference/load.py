@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from trainyard import devices
-from trainyard.checkpoint.formats.tensor_map import WeightSource
-from trainyard.checkpoint.registry import open_weights, read_model_files
+from trainyard.checkpoint.weights import WeightSource
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer
 from trainyard.devices import Device
+from trainyard.formats.registry import open_weights, read_model_files
 from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.chat import ChatTemplate

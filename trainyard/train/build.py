@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainyard import devices, models
-from trainyard.checkpoint.formats.tensor_map import local_values
+from trainyard.checkpoint.weights import local_values
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path

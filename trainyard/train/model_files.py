@@ -4,15 +4,15 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from trainyard.checkpoint.formats.hf import check_hf_export, read_model_files, save_hf
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.native.checkpoint import Checkpoint, latest_checkpoint
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
-from trainyard.checkpoint.registry import find_tokenizer_files, latest_checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import hf_tokenizer_files
 from trainyard.families import ModelConfig
+from trainyard.formats.hf import check_hf_export, read_model_files, save_hf
+from trainyard.formats.registry import find_tokenizer_files
 from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.local_copies import is_remote_model, local_tokenizer
 from trainyard.remote.storage import open_storage

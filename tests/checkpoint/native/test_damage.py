@@ -16,8 +16,8 @@ from tests.checkpoint.native.saved_runs import checkpoint_config, mentions, save
 from tests.support import configs
 from tests.support.examples import SCALE, examples
 from trainyard import Trainer
-from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
+from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.remote.storage import LocalStorage
 

@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.native.saved_runs import run_training
 from tests.distributed.rank_jobs import LossRecorder
-from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint
-from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.registry import open_weights
+from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.config.schema import Config
+from trainyard.formats.convert import ConversionTarget, convert_checkpoint
+from trainyard.formats.registry import open_weights
 from trainyard.remote.storage import open_storage
 
 STORED = Path(__file__).parent / "data" / "stored" / "step_00000002"

@@ -9,12 +9,12 @@ import pytest
 from tests.support import configs
 from tests.support.forkserver import ForkServer
 from trainyard import Trainer
-from trainyard.checkpoint.compare import compare_logits
-from trainyard.checkpoint.formats.tensor_map import local_values, unfused_tensors
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.registry import open_weights
+from trainyard.checkpoint.weights import local_values, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard
+from trainyard.formats.compare import compare_logits
+from trainyard.formats.registry import open_weights
 from trainyard.remote.storage import LocalStorage
 
 EMBEDDING = "embedding.weight"

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from trainyard import __version__, models
-from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY, shard_name, step_directory
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, ShardFile
+from trainyard.checkpoint.weights import TrainingState, unfused_tensors
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError, one_line
@@ -55,6 +55,17 @@ def list_steps(storage: Storage) -> list[int]:
 
 def is_committed(storage: Storage, step: int) -> bool:
     return (storage / step_directory(step)).file_size(COMMIT_FILE) is not None
+
+
+def latest_checkpoint(storage: Storage) -> Storage | None:
+    """The native checkpoint at `storage`, or the latest committed one in it or in its subdirectory checkpoints/."""
+    if storage.file_size(COMMIT_FILE) is not None:
+        return storage
+    for directory in (storage, storage / "checkpoints"):
+        for step in list_steps(directory):
+            if is_committed(directory, step):
+                return directory / step_directory(step)
+    return None
 
 
 def remove_checkpoint(storage: Storage, step: int) -> None:

@@ -13,8 +13,15 @@ import torch
 from typer import Argument, Option
 
 from trainyard import models
-from trainyard.checkpoint.compare import compare_logits
-from trainyard.checkpoint.convert import (
+from trainyard.checkpoint.weights import unfused_tensors
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
+from trainyard.cli.options import HfConfig, SourceLayout
+from trainyard.core.disk_space import check_space
+from trainyard.core.errors import RunStopped, UserError, one_line
+from trainyard.core.quantities import counted, size_text
+from trainyard.families.hf_config import from_hf
+from trainyard.formats.compare import compare_logits
+from trainyard.formats.convert import (
     DTYPE_CHOICES,
     ConversionTarget,
     TargetFormat,
@@ -23,16 +30,9 @@ from trainyard.checkpoint.convert import (
     parse_layout,
     total_bytes,
 )
-from trainyard.checkpoint.formats.hf import stored_tensors
-from trainyard.checkpoint.formats.tensor_map import unfused_tensors
-from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
-from trainyard.checkpoint.transfer import check_new_target, local_source, local_target
-from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
-from trainyard.cli.options import HfConfig, SourceLayout
-from trainyard.core.disk_space import check_space
-from trainyard.core.errors import RunStopped, UserError, one_line
-from trainyard.core.quantities import counted, size_text
-from trainyard.families.hf_config import from_hf
+from trainyard.formats.hf import stored_tensors
+from trainyard.formats.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
+from trainyard.formats.transfer import check_new_target, local_source, local_target
 from trainyard.remote.location import is_url
 
 UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")

@@ -10,18 +10,18 @@ from typing import Any, NoReturn
 
 import typer
 
-from trainyard.checkpoint.convert import ConversionTarget, parse_bool
-from trainyard.checkpoint.formats.hf import hf_tensors
-from trainyard.checkpoint.formats.nxd.rank_files import repack_nxd
-from trainyard.checkpoint.io.torch_writer import TorchFileWriter
-from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
-from trainyard.checkpoint.transfer import check_links
 from trainyard.cli.commands.convert import run_conversion
 from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate, prefetch_weights
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK
 from trainyard.families.hf_config import from_hf
+from trainyard.formats.convert import ConversionTarget, parse_bool
+from trainyard.formats.hf import hf_tensors
+from trainyard.formats.io.torch_writer import TorchFileWriter
+from trainyard.formats.nxd.rank_files import repack_nxd
+from trainyard.formats.registry import OpenedCheckpoint, open_weights
+from trainyard.formats.transfer import check_links
 from trainyard.remote.local_copies import local_weights
 from trainyard.remote.storage import resolve_new_directory
 

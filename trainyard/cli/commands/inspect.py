@@ -9,17 +9,17 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from trainyard import models
-from trainyard.checkpoint.convert import parse_layout
-from trainyard.checkpoint.formats.nxd.rank_files import NxdWeights
-from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights, verify_checksums
-from trainyard.checkpoint.transfer import local_source
+from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.cli.options import AsJson, HfConfig, SourceLayout
 from trainyard.core.errors import RunStopped
 from trainyard.core.quantities import counted
 from trainyard.families.hf_config import from_hf
+from trainyard.formats.convert import parse_layout
+from trainyard.formats.nxd.rank_files import NxdWeights
+from trainyard.formats.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights, verify_checksums
+from trainyard.formats.transfer import local_source
 
 
 def inspect(

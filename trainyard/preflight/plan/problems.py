@@ -4,13 +4,13 @@ finds, and the memory check of `trainyard train` before any weight is allocated.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from trainyard.checkpoint.formats.hf import check_hf_export
 from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 from trainyard.data.loading.build import build_datasets
 from trainyard.devices.base import Device
+from trainyard.formats.hf import check_hf_export
 from trainyard.models import family_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import PlanProblem, group_problems

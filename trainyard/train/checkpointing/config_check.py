@@ -3,13 +3,13 @@
 import logging
 from typing import Any
 
-from trainyard.checkpoint.compare import first_model_difference
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.registries import UPDATE_RULES
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.devices import Device
+from trainyard.families.model_config import first_model_difference
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.data_check import check_data
 from trainyard.train.optim.flat_state import state_kinds

@@ -8,10 +8,10 @@ import time
 from functools import partial
 from itertools import count
 
-from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
 from trainyard.families import ModelConfig
+from trainyard.formats.registry import OpenedCheckpoint, open_weights
 from trainyard.parallel.mesh import Mesh
 from trainyard.remote.local_copies import is_remote_model, pin_revision
 from trainyard.remote.location import is_url

@@ -13,12 +13,12 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
-from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, detect_format
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import read_yaml
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
+from trainyard.formats.registry import FORMAT_DESCRIPTIONS, detect_format
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext

@@ -12,10 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Context, Option
 
-from trainyard.checkpoint.convert import parse_layout
-from trainyard.checkpoint.formats.tensor_map import WeightSource
-from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
-from trainyard.checkpoint.transfer import local_source
+from trainyard.checkpoint.weights import WeightSource
 from trainyard.cli.console import ProgressDisplay, fetch_inputs, interrupt_on_terminate, print_line
 from trainyard.cli.options import AsJson, HfConfig, JsonKey, Nproc, SourceLayout, TokenizerName
 from trainyard.cli.ranks import check_nproc, launch_ranks
@@ -27,6 +24,9 @@ from trainyard.core.world import World
 from trainyard.evaluate.eval_config import config_of_run, evaluation_config, keys_of_run, notes_of_run
 from trainyard.families import family_of
 from trainyard.families.hf_config import from_hf
+from trainyard.formats.convert import parse_layout
+from trainyard.formats.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
+from trainyard.formats.transfer import local_source
 from trainyard.parallel.layout import Layout
 
 HIDDEN = ("data", "bytes", "seconds")

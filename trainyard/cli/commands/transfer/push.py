@@ -9,10 +9,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from trainyard import models
-from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights, verify_checksums
-from trainyard.checkpoint.transfer import FINAL_FILES, files_to_upload, local_source
 from trainyard.cli.commands.convert import convert_with_progress
 from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.cli.options import HfConfig
@@ -22,6 +19,9 @@ from trainyard.core.quantities import counted, size_text
 from trainyard.dashboard.model_card import MARKER, CardFacts, make_card, read_run
 from trainyard.dashboard.plan_comparison import compare
 from trainyard.families.hf_config import from_hf
+from trainyard.formats.convert import DTYPE_CHOICES, ConversionTarget
+from trainyard.formats.registry import OpenedCheckpoint, open_weights, verify_checksums
+from trainyard.formats.transfer import FINAL_FILES, files_to_upload, local_source
 from trainyard.preflight.plan.compare_measured import ComparisonRow
 from trainyard.remote.hub_upload import CARD, parse_target, upload_directory
 from trainyard.remote.location import HubLocation, parse_hub_location
@@ -98,7 +98,7 @@ def _weights_of(source: str) -> str:
 
 
 def _has_checkpoint(source: str) -> bool:
-    from trainyard.checkpoint.registry import latest_checkpoint
+    from trainyard.checkpoint.native.checkpoint import latest_checkpoint
     from trainyard.remote.storage import open_storage
 
     return latest_checkpoint(open_storage(source)) is not None

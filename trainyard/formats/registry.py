@@ -1,0 +1,140 @@
+"""The formats of checkpoints: detects the format of a checkpoint and opens it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainyard import models
+from trainyard.checkpoint.native.checkpoint import Checkpoint, latest_checkpoint
+from trainyard.checkpoint.weights import TrainingState, WeightSource, unfused_tensors
+from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.hf_config import from_hf
+from trainyard.families.model_config import first_model_difference
+from trainyard.formats import hf, optimum, weights_file
+from trainyard.formats.dcp import weights as dcp
+from trainyard.formats.megatron import weights as megatron
+from trainyard.formats.nxd import conversion as nxd
+from trainyard.remote.local_copies import is_remote_model, local_weights
+from trainyard.remote.storage import LocalStorage, open_storage
+
+FORMATS = (hf.FORMAT, optimum.FORMAT, megatron.FORMAT, dcp.FORMAT, nxd.FORMAT, weights_file.FORMAT)
+"""The formats of other systems. The first one that finds a checkpoint opens it: optimum-neuron's shards are NxD files
+too, and Megatron Core's torch_dist is a directory of DCP."""
+FORMAT_DESCRIPTIONS = {"native": "a trainyard checkpoint"} | {each.name: each.description for each in FORMATS}
+
+
+class ZeroRouterBias:
+    """The weights of a model whose routers have no bias, as those of `model`, where the bias starts at 0."""
+
+    def __init__(self, weights: WeightSource, model: models.ModelConfig) -> None:
+        self.weights, self.model = weights, model
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.weights.dtype(name) if self._has(name) else torch.float32
+
+    def read(self, piece: TensorSlice) -> Tensor:
+        return self.weights.read(piece) if self._has(piece.name) else torch.zeros(piece.sizes)
+
+    def _has(self, name: str) -> bool:
+        return name in unfused_tensors(self.weights.model)
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    format: str
+    """The name of its format: native, or that of one of FORMATS."""
+    weights: WeightSource
+    notes: tuple[str, ...] = ()
+    """Assumptions made to read it, for the user."""
+    open_state: Callable[[], TrainingState] | None = None
+    """Opens the weights together with the optimizer state, if there is one."""
+
+
+def detect_format(path: Path) -> str | None:
+    """The name of the format of the checkpoint at `path`, judged by file names."""
+    if latest_checkpoint(open_storage(path)):
+        return "native"
+    return next((each.name for each in FORMATS if each.find(path)), None)
+
+
+def open_weights(
+    location: str | Path, model: models.ModelConfig | None = None, hints: Mapping[str, Any] | None = None
+) -> OpenedCheckpoint:
+    """Open the weights at `location`: a path, a URL, or a model on the Hub (OWNER/NAME, hf://OWNER/NAME@REVISION).
+    Native checkpoints at URLs are read in place, other formats from a copy in a cache.
+
+    `model` is for formats that do not store the model's configuration. It takes precedence over the config.json of a
+    Hugging Face directory, and must agree with a native checkpoint; only its routers may have a bias that the weights
+    lack, which is then 0. `hints` are fields of NxdLayout that the user knows.
+    """
+    location = local_weights(location) if is_remote_model(location) else location
+    if latest := latest_checkpoint(open_storage(location)):
+        return _open_native(Checkpoint(latest), location, model)
+    if model and model.without_router_bias is not model:
+        opened = open_weights(location, model.without_router_bias, hints)
+        return replace(opened, weights=ZeroRouterBias(opened.weights, model), open_state=None)
+    path = local_weights(location)
+    found = next((each for each in FORMATS if each.find(path)), None)
+    if found is None:
+        if not path.exists():
+            raise UserError(f"{path}: no such file or directory")
+        raise UserError(f"{path}: not a known checkpoint format; known: {', '.join(FORMAT_DESCRIPTIONS.values())}")
+    if model is None and not found.stores_model:
+        model = _model_from_nearby_config(path)
+    weights = found.open(path, model, hints or {})
+    return OpenedCheckpoint(found.name, weights, weights.notes, found.open_state(path, weights.model, hints or {}))
+
+
+def _open_native(checkpoint: Checkpoint, location: str | Path, model: models.ModelConfig | None) -> OpenedCheckpoint:
+    has_bias = checkpoint.model.without_router_bias is not checkpoint.model
+    stored_model = model if model is None or has_bias else model.without_router_bias
+    if stored_model and (difference := first_model_difference(checkpoint.model, stored_model)):
+        key, stored, expected = difference
+        raise UserError(f"model.{key}={expected}: {location} has {stored}")
+    if model and stored_model is not model:
+        return OpenedCheckpoint("native", ZeroRouterBias(checkpoint, model))
+    has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
+    return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
+
+
+def verify_checksums(location: str | Path) -> bool:
+    """Compare all files of a checkpoint with their checksums. Returns False if it has none: native checkpoints and
+    exported models have them."""
+    storage = open_storage(location)
+    if latest := latest_checkpoint(storage):
+        with Checkpoint(latest) as checkpoint:
+            checkpoint.verify(checkpoint.files)
+            checkpoint.read_model_files()
+        return True
+    return isinstance(storage, LocalStorage) and hf.verify_export(storage.path)
+
+
+def find_tokenizer_files(source: str | Path, config: Path | None = None) -> list[Path]:
+    """The tokenizer files of a checkpoint of another format: in its directory, in the one above its weights, or next to
+    the config.json that describes it."""
+    source = local_weights(source)
+    directories = [source, source.parent] if source.is_file() or source.name == "model" else [source]
+    directories += [config.parent] if config else []
+    return next(filter(None, map(hf.tokenizer_files, directories)), [])
+
+
+def read_model_files(weights: WeightSource, source: str | Path, config: Path | None = None) -> dict[str, bytes]:
+    """The files of the tokenizer, and others that belong to the model, of the checkpoint `weights` at `source`, or next
+    to `config`."""
+    if isinstance(weights, Checkpoint):
+        return weights.read_model_files()
+    files = find_tokenizer_files(source, config)
+    return hf.read_model_files(files[0].parent) if files else {}
+
+
+def _model_from_nearby_config(path: Path) -> models.ModelConfig:
+    """The model of a config.json in `path` or up to three levels above it."""
+    for directory in (path, *list(path.absolute().parents)[:3]):
+        if (directory / "config.json").is_file():
+            return from_hf(directory)
+    raise UserError(f"{path}: does not store the model's configuration; pass --config config.json (Hugging Face's)")
