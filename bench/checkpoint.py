@@ -38,8 +38,8 @@ from trainyard.formats.native_writer import weights_only_state, write_checkpoint
 from trainyard.formats.registry import open_weights
 from trainyard.parallel.layout import Layout
 from trainyard.remote.storage import open_storage
-from trainyard.train.callbacks import Callback, TrainerView
-from trainyard.train.trainer import Trainer
+from trainyard.run.callbacks import Callback, TrainerView
+from trainyard.run.trainer import Trainer
 
 
 class RandomWeights:

@@ -19,7 +19,7 @@ import torch
 
 from trainyard import Trainer
 from trainyard.config.load import parse
-from trainyard.train.callbacks import Callback, TrainerView
+from trainyard.run.callbacks import Callback, TrainerView
 from trainyard.train.optim.lr_schedule import learning_rate
 
 VOCAB = 8192

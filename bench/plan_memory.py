@@ -36,7 +36,7 @@ from trainyard.config.schema import Config
 from trainyard.launch.launcher import reserved_port
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory.peak import estimate_memory
-from trainyard.train.callbacks import Callback, TrainerView
+from trainyard.run.callbacks import Callback, TrainerView
 
 LLAMA: dict[str, Any] = {
     "model": {

@@ -31,7 +31,7 @@ from trainyard.cli.run_config import load_run_config
 from trainyard.cli.train_console import TrainConsole
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.metrics.spans import NAMES, SpanHeader, read_spans, span_path
-from trainyard.train.timing.run_spans import RunSpans
+from trainyard.run.run_spans import RunSpans
 
 LOG_EVERY = 10
 WARM_UP_ROUNDS = 20

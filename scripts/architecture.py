@@ -24,7 +24,7 @@ SPINE = {
     "kernels": "reference, Triton, fp8",
     "models": "blueprint, llama, gpt, bert",
     "parallel": "layout, tp, cp, pp, ZeRO",
-    "train": "trainer, optimizer, step",
+    "train": "losses, optimizers, step",
 }
 """What a training step needs."""
 WINGS = {
@@ -39,6 +39,7 @@ WINGS = {
     "metrics": "run files, loggers, spans",
     "preflight": "plan, audit, precompile, ...",
     "prepare": "tokenize, pack, extract",
+    "run": "trainer, parts, saving",
     "remote": "Hub, S3, web, caches",
 }
 """What surrounds it. A new package needs a line in one of the two."""

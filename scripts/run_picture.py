@@ -18,7 +18,7 @@ from rich.control import Control
 from trainyard.cli.commands.train import print_run_header, summary_lines
 from trainyard.cli.train_console import TrainConsole, log_to_console
 from trainyard.config.load import load
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 TARGET = Path(__file__).parent.parent / "docs" / "run.svg"
 STEPS = 60

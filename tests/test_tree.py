@@ -37,6 +37,7 @@ ORDER = [
     {"formats"},
     {"inference", "prepare"},
     {"train"},
+    {"run"},
     {"evaluate", "preflight"},
     {"cluster"},
     {"dashboard"},
@@ -65,11 +66,12 @@ BUDGETS = {
     "preflight": 4250,
     "prepare": 2050,
     "remote": 2900,
-    "train": 4950,
+    "run": 2650,
+    "train": 2350,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 18_850
+SPINE_BUDGET = 16_500
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150
@@ -163,8 +165,8 @@ def test_imports_go_one_way_and_have_no_cycles() -> None:
     modules = {file.module for file in FILES} - {"trainyard"}
     graph = {file.module: modules & set(file.imports) - {file.module} for file in FILES}
     list(TopologicalSorter(graph).static_order())  # raises CycleError with the modules of a cycle
-    wrong = ast.parse("from trainyard.cli import main\nimport trainyard.train.trainer\n")
-    assert {package_of(module) for module in imported_modules(wrong)} >= {"cli", "train"}
+    wrong = ast.parse("from trainyard.cli import main\nimport trainyard.run.trainer\n")
+    assert {package_of(module) for module in imported_modules(wrong)} >= {"cli", "run"}
 
 
 def test_device_names_and_private_torch_names_stay_in_their_packages() -> None:
@@ -251,7 +253,7 @@ def test_packages_stay_within_their_budgets_of_code_lines() -> None:
 
 
 def test_keys_callbacks_and_files_named_in_the_documentation_exist() -> None:
-    callbacks = next(file for file in FILES if file.name == "train/callbacks.py")
+    callbacks = next(file for file in FILES if file.name == "run/callbacks.py")
     methods = {node.name for node in ast.walk(callbacks.tree) if isinstance(node, ast.FunctionDef)}
     unknown: dict[str, set[str]] = {}
     for page in _documentation_pages():

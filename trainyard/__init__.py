@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from trainyard.families.hf_config import from_hf
     from trainyard.formats.hf import load_model
     from trainyard.metrics.loggers.base import Logger
-    from trainyard.train.callbacks import Callback
+    from trainyard.run.callbacks import Callback
+    from trainyard.run.trainer import Trainer
     from trainyard.train.loss import Loss
     from trainyard.train.optim.update_rule import UpdateRule
-    from trainyard.train.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,13 +39,13 @@ __all__ = [
 
 _EXPORTS = {
     "Config": "trainyard.config.schema",
-    "Callback": "trainyard.train.callbacks",
+    "Callback": "trainyard.run.callbacks",
     "DataSource": "trainyard.data.source",
     "Dataset": "trainyard.data.loading.dataset",
     "Family": "trainyard.families.family",
     "Logger": "trainyard.metrics.loggers.base",
     "Loss": "trainyard.train.loss",
-    "Trainer": "trainyard.train.trainer",
+    "Trainer": "trainyard.run.trainer",
     "UpdateRule": "trainyard.train.optim.update_rule",
     "from_hf": "trainyard.families.hf_config",
     "load": "trainyard.config.load",

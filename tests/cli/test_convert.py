@@ -18,7 +18,7 @@ from tests.support import configs
 from tests.support.file_damage import renew_checksums
 from trainyard.cli.commands import convert as command
 from trainyard.formats.hf import write_hf
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 ZERO = re.compile(r"^largest logit difference 0 \(logits up to \S+\)$", re.M)
 

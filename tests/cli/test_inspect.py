@@ -10,7 +10,7 @@ from tests.cli.conftest import Call, fail, succeed
 from tests.formats.test_nxd import GQA, RandomWeights, llama
 from tests.support import configs
 from trainyard.formats.hf import write_hf
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 
 def test_a_run(call: Call, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from trainyard.importers.nxdt.interpolation import resolve
 from trainyard.importers.nxdt.keys import NXDT_KEYS
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import needed_hardware, parse_hardware
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 HERE = Path(__file__).parent / "nxdt"
 # Published parameter count, and the layout (tp, pp, cp, dp) on the file's devices and nodes.

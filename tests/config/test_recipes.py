@@ -10,7 +10,7 @@ from trainyard.config.recipes import recipe_names
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
 from trainyard.parallel.layout import Layout
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 # Parameters of the published models (BERT with both heads, the GPT-2 vocabulary without padding).
 PARAMETERS = {

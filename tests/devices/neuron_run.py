@@ -17,8 +17,8 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.device import NeuronDevice
 from trainyard.devices.neuron.topology import TrainiumInstance
 from trainyard.parallel.mesh import shutdown_distributed
-from trainyard.train.callbacks import Callback, TrainerView
-from trainyard.train.trainer import Trainer
+from trainyard.run.callbacks import Callback, TrainerView
+from trainyard.run.trainer import Trainer
 
 
 class FakeNeuronDevice(NeuronDevice):

@@ -16,10 +16,10 @@ from trainyard.devices.base import CompileOptions
 from trainyard.devices.cpu import CpuDevice
 from trainyard.models import Batch, ModelOutput
 from trainyard.preflight.verify import compare_records, record_training, single_rank_config
-from trainyard.train import trainer as trainer_module
-from trainyard.train.callbacks import Callback, TrainerView
-from trainyard.train.text_samples.generate import continue_prompts
-from trainyard.train.trainer import Trainer
+from trainyard.run import trainer as trainer_module
+from trainyard.run.callbacks import Callback, TrainerView
+from trainyard.run.continue_prompts import continue_prompts
+from trainyard.run.trainer import Trainer
 
 
 class LossRecorder(Callback):

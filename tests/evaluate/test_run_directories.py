@@ -19,7 +19,7 @@ from trainyard.core.errors import UserError
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.formats.hf import InMemoryWeights
 from trainyard.formats.registry import open_weights
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 
 def test_run_is_evaluated_with_its_own_loss_metrics_and_masks(tmp_path: Path, cli: ForkServer) -> None:

@@ -31,8 +31,8 @@ from trainyard.families.hf_config import from_hf, to_hf
 from trainyard.formats.convert import ConversionTarget, convert_checkpoint
 from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
 from trainyard.formats.registry import open_weights
+from trainyard.run.trainer import Trainer
 from trainyard.train.losses.causal_lm import CausalLoss
-from trainyard.train.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gemma"
 NAME = "gemma:FAMILY"

@@ -40,7 +40,7 @@ from trainyard.formats.hf import open_hf, write_hf, write_model_files
 from trainyard.formats.nxd.layout import NxdLayout
 from trainyard.formats.registry import open_weights
 from trainyard.remote.storage import open_storage
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 GENERATED: dict[str, Any] = {
     "phases": [Phase.explicit, Phase.reuse, Phase.generate],  # an example takes too long to shrink

@@ -26,7 +26,7 @@ from trainyard.formats.nxd.layout import NxdLayout, check_layout, rank_tensors
 from trainyard.formats.nxd.rank_files import open_nxd, repack_nxd
 from trainyard.formats.registry import open_weights
 from trainyard.formats.tensor_map import ShardedWeights
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 EXPERTS, LAYER = 6, "model.layers.1."
 GATE_UP, DOWN = (f"{LAYER}mlp.expert_mlps.mlp_op.{name}_proj.weight" for name in ("gate_up", "down"))

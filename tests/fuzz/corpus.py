@@ -14,7 +14,7 @@ from tests.support.forkserver import ForkServer
 from tests.support.hf_folders import TEXTS, save_hf_folder
 from tests.support.token_files import write_documents
 from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}"

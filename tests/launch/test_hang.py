@@ -12,8 +12,8 @@ from tests.support.forkserver import ForkServer
 from trainyard.cli.heartbeat_callback import HeartbeatCallback
 from trainyard.launch.heartbeat import Heartbeat, RankPlace, StepTimes, describe_hang, find_suspect
 from trainyard.launch.launcher import launch
-from trainyard.train.callbacks import Callback, TrainerView
-from trainyard.train.trainer import Trainer
+from trainyard.run.callbacks import Callback, TrainerView
+from trainyard.run.trainer import Trainer
 
 USER_CODE = """
 import os

@@ -27,8 +27,8 @@ from trainyard.core.errors import UserError
 from trainyard.metrics.loggers.base import LoggedRun, Logger
 from trainyard.metrics.loggers.build import logger_class
 from trainyard.metrics.loggers.builtin.tensorboard import TensorBoardLogger
-from trainyard.train.callbacks import TrainerView
-from trainyard.train.run_log import run_log
+from trainyard.run import run_log
+from trainyard.run.callbacks import TrainerView
 
 STEPS, KILLED_AT, SAVED_AT = 10, 7, 4
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from tests.support.span_files import Record, write_span_file
 from trainyard.core.errors import UserError
 from trainyard.metrics.span_trace import write_trace
 from trainyard.metrics.span_window import DEFAULT_STEPS, mean_parts, read_window, recent_windows, summarize_waits
-from trainyard.train.timing.run_spans import clock_offset
+from trainyard.run.run_spans import clock_offset
 
 MS = 10**6
 STEP_MS = 100

@@ -22,8 +22,8 @@ from trainyard.kernels.grouped_linear import grouped_linear
 from trainyard.models.init import initial_values
 from trainyard.models.moe import MoeMLP
 from trainyard.parallel.recompute import apply_recompute
+from trainyard.run.records import expert_load
 from trainyard.train.losses.causal_lm import CausalLoss
-from trainyard.train.records import expert_load
 
 
 @pytest.mark.parametrize("family", MOE_VARIANTS)

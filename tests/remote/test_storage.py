@@ -20,16 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.native.saved_runs import run_training, verified_steps
+from tests.run.test_resume import RunAtStep
 from tests.support import configs
 from tests.support.examples import examples
 from tests.support.s3_server import s3_server
-from tests.train.test_resume import RunAtStep
 from trainyard import Callback
 from trainyard.core.errors import NotWritable, UserError
 from trainyard.metrics.run_directory import LOCK_FILE
 from trainyard.remote.sources.retry import SourceUnavailable
 from trainyard.remote.storage import Storage, open_storage
-from trainyard.train.checkpointing import saver
+from trainyard.run.checkpointing import saver
 
 ROOT = Path(__file__).parents[3]
 KINDS = ["path", "file", "memory", "s3"]

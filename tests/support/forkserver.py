@@ -145,7 +145,7 @@ def _serve(address: str) -> None:
     import trainyard.cli.main
     import trainyard.launch.launcher
     import trainyard.preflight.plan.report
-    import trainyard.train.trainer  # noqa: F401
+    import trainyard.run.trainer  # noqa: F401
     from trainyard.devices.cpu import CpuDevice
 
     CpuDevice().peak_throughput(torch.float32)  # measured once, not by every command

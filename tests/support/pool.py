@@ -23,7 +23,7 @@ from trainyard.launch.launcher import reserved_port
 JOB_TIMEOUT_S = 240.0
 ERROR_GRACE_S = 3.0
 """How long to wait for the other ranks after one has failed."""
-PRELOAD = ["torch.distributed", "trainyard.train.trainer", "trainyard.parallel.pipeline"]
+PRELOAD = ["torch.distributed", "trainyard.run.trainer", "trainyard.parallel.pipeline"]
 PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]  # imported on first use
 
 

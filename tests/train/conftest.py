@@ -1,17 +1,3 @@
-"""Makes short runs cheaper: none of these tests checks durability, garbage collection or MFU."""
+"""Fixtures for all tests of steps."""
 
-import os
-from contextlib import nullcontext
-
-import pytest
-
-from trainyard.devices.base import PeakThroughput
-from trainyard.devices.cpu import CpuDevice
-from trainyard.train import trainer
-
-
-@pytest.fixture(autouse=True)
-def _cheap_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(trainer, "quiet_garbage_collector", nullcontext)
-    monkeypatch.setattr(CpuDevice, "peak_throughput", lambda self, dtype: PeakThroughput(1e12, "not measured"))
+from tests.run.conftest import _cheap_runs  # noqa: F401

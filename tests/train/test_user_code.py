@@ -24,8 +24,8 @@ from trainyard.data.loading.build import build_datasets
 from trainyard.formats.registry import open_weights
 from trainyard.preflight.dryrun.dry_run import without_io
 from trainyard.remote.storage import open_storage
+from trainyard.run.callbacks import build_callbacks
 from trainyard.train.build import build_loaders
-from trainyard.train.callbacks import build_callbacks
 from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import check_schedule, learning_rate
 

@@ -15,7 +15,7 @@ from trainyard.core.world import World
 from trainyard.devices import Device
 from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.xla_device import XlaDevice
-from trainyard.train.trainer import Trainer
+from trainyard.run.trainer import Trainer
 
 STEPS = 5
 LR = 1e-3

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainyard.launch.heartbeat import Heartbeat
-from trainyard.train.callbacks import Callback, TrainerView
+from trainyard.run.callbacks import Callback, TrainerView
 
 NOT_TRAINING = -1
 

@@ -14,7 +14,7 @@ from trainyard.cli.console import print_line, terminal_safe
 from trainyard.core.constants import GIB, MIB
 from trainyard.core.quantities import counted
 from trainyard.metrics.loggers.base import event_text
-from trainyard.train.callbacks import Callback, TrainerView
+from trainyard.run.callbacks import Callback, TrainerView
 
 SAMPLE_CHARACTERS = 160
 """Length at which the line of a text sample is cut off; samples.jsonl has all of it."""

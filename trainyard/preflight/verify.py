@@ -18,11 +18,11 @@ from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.quantities import counted
 from trainyard.parallel.attention_blocks import to_natural_order
 from trainyard.parallel.layout import Layout
-from trainyard.train.callbacks import Callback
+from trainyard.run.callbacks import Callback
+from trainyard.run.trainer import Trainer
 from trainyard.train.micro_batches.split import TOKEN_FIELDS, context_parallel_shard
 from trainyard.train.optim.gather_full import gather_full_buffer
 from trainyard.train.optim.lr_schedule import learning_rate
-from trainyard.train.trainer import Trainer
 
 Tensors = dict[str, Tensor]
 FP32_TOLERANCES, BF16_TOLERANCES = (1e-6, 1e-5, 1e-2), (5e-3, 0.1, 2e-2)

@@ -1,4 +1,4 @@
-"""Builds the parts of a Trainer from a Config, one function for each part.
+"""Builds what a step needs from a Config, one function for each piece.
 
 The order is fixed: build the stages (split over tp and pp), create the optimizer (which shards them over dp), apply
 recompute, compile. The last two replace only `forward`, so hooks around a block stay outside.
@@ -17,7 +17,7 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
-from trainyard.data.loading.build import build_datasets, build_validation_sets, validation_sections
+from trainyard.data.loading.build import build_datasets, build_validation_sets
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.families.flops import flops_per_sample
 from trainyard.kernels.fp8_linear import Fp8Options
@@ -31,27 +31,15 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
-from trainyard.train.checkpointing.data_check import check_same_versions
-from trainyard.train.checkpointing.initial_weights import open_initial_weights
 from trainyard.train.compile.compile_blocks import CompileFn, compile_model
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric
+from trainyard.train.initial_weights import open_initial_weights
 from trainyard.train.loss import Loss, LossFunction, UserLoss, make_loss
-from trainyard.train.optim.load_rule import load_update_rule
-from trainyard.train.optim.lr_schedule import check_schedule
-from trainyard.train.timing.profiler import check_profile_ranks
 from trainyard.train.user_functions import check_named_numbers, user_function
 
 logger = logging.getLogger(__name__)
-
-
-def check_config(config: Config, world: World) -> None:
-    """Raise UserError for a mistake that shows before anything is built: in the user's schedule and update rule, and in
-    profile.ranks."""
-    check_schedule(config)
-    load_update_rule(config.optimizer)
-    check_profile_ranks(config.profile, world.size)
 
 
 def build_device(config: Config, world: World, device: devices.Device | None = None) -> devices.Device:
@@ -125,13 +113,6 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
     batch, seed = config.train.global_batch, config.train.seed
     loaders = {name: BatchLoader(dataset, batch, seed, shuffle=False) for name, dataset in validation.items()}
     return BatchLoader(train, batch, seed, shuffle), loaders
-
-
-def check_data_versions(config: Config, with_validation_sets: bool, mesh: Mesh) -> None:
-    """Raise UserError if an object behind a URL changed while the ranks, one after the other, looked at it."""
-    sections = validation_sections(config).values() if with_validation_sets else ()
-    for data in (config.data, *sections):
-        check_same_versions(data, mesh)
 
 
 def build_stages(config: Config, context: RankContext) -> list[models.TransformerStage]:

@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import exp
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainyard.core.errors import UserError
-from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.models import Batch, ModelOutput
-from trainyard.train.callbacks import Part, TrainerView
 from trainyard.train.loss import Loss
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.step import LossAccumulator, mean_loss
@@ -132,22 +129,3 @@ def sum_over_ranks(totals: Tensor, runner: MicroBatchRunner) -> Tensor:
         remainder = torch.where(part.isfinite(), remainder - part.double(), 0.0)
     reduced = mesh.world.all_reduce_sum(runner.device.to_device(table))
     return torch.tensor(reduced.tolist(), dtype=torch.float64).sum((0, 1))
-
-
-class Evaluation(Part):
-    """Evaluates every evaluate.every steps and after the last one. All ranks take part."""
-
-    def __init__(self, every: int, last_step: int, spans: SpanRecorder) -> None:
-        self.every, self.last_step, self.spans = every, last_step, spans
-
-    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        step = record["step"]
-        is_due = step % self.every == 0 or step == self.last_step
-        if not is_due or trainer.should_stop():
-            return
-        with self.spans("evaluate"):
-            result = trainer.evaluate()
-        if trainer.should_stop():  # the evaluation is incomplete
-            return
-        trainer.last_evaluation = result
-        trainer.notify("on_evaluate", {"step": step, **{f"evaluate/{name}": value for name, value in result.items()}})

@@ -21,7 +21,7 @@ from tests.support.logs import captured_log
 from trainyard.checkpoint.native import checkpoint
 from trainyard.launch.launcher import reserved_port
 from trainyard.remote import storage
-from trainyard.train.callbacks import Callback, TrainerView
+from trainyard.run.callbacks import Callback, TrainerView
 
 ROOT = Path(__file__).parents[3]
 KEPT_CHECKPOINTS = 2
@@ -51,7 +51,7 @@ class ReportProgress(Callback):
 def run_rank(request: dict[str, Any], rank: int, pipe: int) -> None:
     """Train as one rank until the last step or the kill."""
     from trainyard.parallel.mesh import shutdown_distributed
-    from trainyard.train.trainer import Trainer
+    from trainyard.run.trainer import Trainer
 
     def report(*event: Any) -> None:
         os.write(pipe, (json.dumps(event) + "\n").encode())
@@ -186,7 +186,7 @@ def run_and_kill(request: dict[str, Any]) -> dict[str, Any]:
 
 def serve_requests() -> None:
     """Run the requests from stdin one by one and print the result of each."""
-    import trainyard.train.trainer  # noqa: F401
+    import trainyard.run.trainer  # noqa: F401
     from trainyard.devices.cpu import CpuDevice
 
     # Measuring the peak throughput takes longer than the rest of a run.

@@ -10,7 +10,7 @@ from trainyard import Callback, Trainer
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.config.schema import Config
 from trainyard.remote.storage import open_storage
-from trainyard.train.callbacks import TrainerView
+from trainyard.run.callbacks import TrainerView
 
 
 class RunAtStep(Callback):

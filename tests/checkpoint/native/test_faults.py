@@ -21,7 +21,7 @@ from trainyard.core.errors import NotWritable, RunStopped, UserError
 from trainyard.metrics.run_directory import LOCK_FILE
 from trainyard.remote import storage
 from trainyard.remote.storage import LocalStorage
-from trainyard.train.checkpointing import saver
+from trainyard.run.checkpointing import saver
 
 MIB = 2**20
 

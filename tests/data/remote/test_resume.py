@@ -31,7 +31,7 @@ from trainyard.core.errors import UserError
 from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.fingerprint import fingerprint_files
 from trainyard.data.loading.loader import FETCH_STEPS, BatchLoader
-from trainyard.train.checkpointing.data_check import check_same_versions
+from trainyard.run.checkpointing.data_check import check_same_versions
 
 
 @pytest.fixture

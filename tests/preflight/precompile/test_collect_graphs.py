@@ -16,9 +16,9 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.preflight.dryrun.meta_ops import fake_tensor_mode
 from trainyard.preflight.precompile.collect_graphs import CollectRequest, collect_graphs
+from trainyard.run.trainer import Trainer
 from trainyard.train.compile import inductor_cache
 from trainyard.train.micro_batches import split
-from trainyard.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, the interpreter is off")
 

@@ -22,9 +22,9 @@ from trainyard.launch.heartbeat import heartbeat_from_environment
 from trainyard.parallel.layout import Layout
 
 if TYPE_CHECKING:  # imports torch; `train --help` and mistakes in a file do not wait for it
-    from trainyard.train.callbacks import Callback
-    from trainyard.train.records import RunSummary
-    from trainyard.train.trainer import Trainer
+    from trainyard.run.callbacks import Callback
+    from trainyard.run.records import RunSummary
+    from trainyard.run.trainer import Trainer
 
 DEFAULT_RECIPE = "tiny-llama"
 
@@ -93,7 +93,7 @@ def train(
     from trainyard.cli.train_console import TrainConsole, log_to_console
     from trainyard.parallel.mesh import shutdown_distributed
     from trainyard.preflight.plan.problems import check_fits
-    from trainyard.train.trainer import Trainer
+    from trainyard.run.trainer import Trainer
 
     console = Console(highlight=False, quiet=world.rank > 0)
     callbacks: list[Callback] = [TrainConsole(console)] if world.rank == 0 else []

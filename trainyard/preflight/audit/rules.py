@@ -16,7 +16,7 @@ from trainyard.core.quantities import counted
 from trainyard.devices.neuron.topology import group_problem
 from trainyard.preflight.dryrun.op_trace import PRINT_OP, RankTrace, TracedOp
 
-HOST_READ_FILES = ("trainyard/train/evaluate.py", "trainyard/train/trainer.py")
+HOST_READ_FILES = ("trainyard/train/evaluate.py", "trainyard/run/trainer.py")
 """Files that must read values from the device, between graphs."""
 PIPELINE_FILE = "trainyard/parallel/pipeline.py"
 """In the first step torch's pipeline schedules exchange shapes with the neighbors."""

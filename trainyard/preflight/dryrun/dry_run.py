@@ -20,9 +20,9 @@ from trainyard.devices import MetaDevice
 from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.preflight.dryrun.meta_ops import TraceAborted
 from trainyard.preflight.dryrun.op_trace import OpRecorder, RankTrace
+from trainyard.run.trainer import Trainer
 from trainyard.train.evaluate import evaluate
 from trainyard.train.optim.lr_schedule import learning_rate
-from trainyard.train.trainer import Trainer
 
 SYNTHETIC_DATA: dict[str, object] = {
     "source": "synthetic",

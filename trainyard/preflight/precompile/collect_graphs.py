@@ -33,9 +33,9 @@ from trainyard.parallel.layout import Layout
 from trainyard.preflight.dryrun.dry_run import fake_rank, without_io
 from trainyard.preflight.dryrun.meta_ops import fake_tensor_mode
 from trainyard.preflight.precompile.compile_workers import CompileResult, ForkPool, die_with_parent
+from trainyard.run.trainer import Trainer
 from trainyard.train.compile import inductor_cache
 from trainyard.train.evaluate import evaluate
-from trainyard.train.trainer import Trainer
 
 STAGING_PREFIX = ".staging-"
 """Prefix of temporary directories in the cache, followed by the process id."""

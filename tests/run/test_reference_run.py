@@ -16,7 +16,7 @@ from tests.support.hf_reference import hf_reference
 from trainyard import Trainer
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.train.records import RunSummary
+from trainyard.run.records import RunSummary
 
 STEPS, WARMUP = 20, 5
 OPTIMIZER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}

@@ -18,23 +18,22 @@ from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.storage import open_storage
-from trainyard.train.callbacks import Callback, P, Part, TrainerView
-from trainyard.train.checkpointing.data_check import fingerprint_data
-from trainyard.train.checkpointing.deadline_save import DeadlineSaver
-from trainyard.train.checkpointing.in_memory_saver import InMemorySaver
-from trainyard.train.checkpointing.rank_agreement import RankAgreement
-from trainyard.train.checkpointing.saver import Saver
-from trainyard.train.checkpointing.state_writer import StateWriter
+from trainyard.run.callbacks import Callback, P, Part, TrainerView
+from trainyard.run.checkpointing.data_check import fingerprint_data
+from trainyard.run.checkpointing.deadline_save import DeadlineSaver
+from trainyard.run.checkpointing.in_memory_saver import InMemorySaver
+from trainyard.run.checkpointing.rank_agreement import RankAgreement
+from trainyard.run.checkpointing.saver import Saver
+from trainyard.run.checkpointing.state_writer import StateWriter
+from trainyard.run.profiler import StepProfiler
+from trainyard.run.records import WeightCheck
+from trainyard.run.run_log import RunLog
+from trainyard.run.run_spans import RunSpans
+from trainyard.run.stragglers import StragglerMonitor
+from trainyard.run.text_samples import TextPrompts, TextSamples
 from trainyard.train.compile.compile_blocks import CompileCounter
-from trainyard.train.evaluate import Evaluation
 from trainyard.train.micro_batches.runner import MicroBatchRunner
-from trainyard.train.records import WeightCheck
-from trainyard.train.run_log.run_log import RunLog
 from trainyard.train.step import StepResult
-from trainyard.train.stragglers import StragglerMonitor
-from trainyard.train.text_samples.text_samples import TextPrompts, TextSamples
-from trainyard.train.timing.profiler import StepProfiler
-from trainyard.train.timing.run_spans import RunSpans
 
 
 class BuiltTrainer(TrainerView, Protocol):
@@ -72,6 +71,25 @@ class CompileMetrics(Part):
 
     def add_metrics(self, result: StepResult, record: dict[str, Any]) -> None:
         record |= self.counter.new_counts()
+
+
+class Evaluation(Part):
+    """Evaluates every evaluate.every steps and after the last one. All ranks take part."""
+
+    def __init__(self, every: int, last_step: int, spans: SpanRecorder) -> None:
+        self.every, self.last_step, self.spans = every, last_step, spans
+
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        step = record["step"]
+        is_due = step % self.every == 0 or step == self.last_step
+        if not is_due or trainer.should_stop():
+            return
+        with self.spans("evaluate"):
+            result = trainer.evaluate()
+        if trainer.should_stop():  # the evaluation is incomplete
+            return
+        trainer.last_evaluation = result
+        trainer.notify("on_evaluate", {"step": step, **{f"evaluate/{name}": value for name, value in result.items()}})
 
 
 def _saver(trainer: BuiltTrainer) -> Sequence[Part]:

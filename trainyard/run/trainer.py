@@ -13,15 +13,15 @@ import torch
 
 from trainyard.config.load import dump
 from trainyard.core.atomic_files import atomic_write_text
-from trainyard.train.checkpointing.directory_owner import lock_directories
+from trainyard.run.checkpointing.directory_owner import lock_directories
+from trainyard.run.model_files import check_export, export_weights, run_model_files
+from trainyard.run.parts import build_parts
+from trainyard.run.records import RunSummary, check_weights, step_record, too_many_skipped
+from trainyard.run.setup import TrainSetup
+from trainyard.run.shutdown import quiet_garbage_collector
 from trainyard.train.evaluate import evaluate_sets
-from trainyard.train.model_files import check_export, export_weights, run_model_files
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import learning_rate
-from trainyard.train.parts import build_parts
-from trainyard.train.records import RunSummary, check_weights, step_record, too_many_skipped
-from trainyard.train.setup import TrainSetup
-from trainyard.train.shutdown import quiet_garbage_collector
 from trainyard.train.status import StepStatus
 from trainyard.train.step import StepResult
 

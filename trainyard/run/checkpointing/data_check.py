@@ -7,6 +7,7 @@ from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.data.loading.build import validation_sections
 from trainyard.data.loading.fingerprint import Fingerprints, fingerprint_files
 from trainyard.data.text.tokenizer import NAMED_TOKENIZERS
 from trainyard.devices import Device
@@ -49,6 +50,13 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
         raise UserError(f"{problem}, or {ACCEPT}")
     if problem:
         logger.warning("note: %s", problem.partition("; nearest")[0])
+
+
+def check_data_versions(config: Config, with_validation_sets: bool, mesh: Mesh) -> None:
+    """Raise UserError if an object behind a URL changed while the ranks, one after the other, looked at it."""
+    sections = validation_sections(config).values() if with_validation_sets else ()
+    for data in (config.data, *sections):
+        check_same_versions(data, mesh)
 
 
 def check_same_versions(data: DataSection, mesh: Mesh) -> None:

@@ -23,7 +23,7 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory, is_training
 from trainyard.remote.storage import LocalStorage, Storage, open_storage
-from trainyard.train.checkpointing.config_check import FREE_KEYS, changed_keys
+from trainyard.run.checkpointing.config_check import FREE_KEYS, changed_keys
 
 CLAIM_PREFIX = ".claim-"
 Owner = dict[str, Any]

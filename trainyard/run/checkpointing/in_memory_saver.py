@@ -21,7 +21,7 @@ from trainyard.checkpoint.native.file_names import shard_name, step_directory
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import shortage_text
 from trainyard.core.world import World
-from trainyard.train.checkpointing.memory_files import (
+from trainyard.run.checkpointing.memory_files import (
     TIMEOUT,
     FileTransfer,
     host_identity,
@@ -29,9 +29,9 @@ from trainyard.train.checkpointing.memory_files import (
     transfer_files,
     write_manifest,
 )
-from trainyard.train.checkpointing.rng_state import capture_rng_state
-from trainyard.train.checkpointing.saver import Saver
-from trainyard.train.checkpointing.state_writer import PendingSave, StateSaver, StateWriter
+from trainyard.run.checkpointing.rng_state import capture_rng_state
+from trainyard.run.checkpointing.saver import Saver
+from trainyard.run.checkpointing.state_writer import PendingSave, StateSaver, StateWriter
 from trainyard.train.status import StepStatus
 
 COPIES_PER_HOST = 4

@@ -8,7 +8,7 @@ import pytest
 from tests.support.forkserver import ForkServer
 from trainyard.core.world import host_name
 from trainyard.devices.stopwatch import EventStopwatch, Stopwatch
-from trainyard.train.stragglers import REPEAT_EVERY, STREAK, Straggler, StragglerDetector, compact_ranks
+from trainyard.run.stragglers import REPEAT_EVERY, STREAK, Straggler, StragglerDetector, compact_ranks
 
 USER_CODE = """
 import os

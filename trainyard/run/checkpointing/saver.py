@@ -21,11 +21,11 @@ from trainyard.core.errors import NotWritable, RunStopped, UserError, is_not_wri
 from trainyard.core.quantities import shortage_text
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.remote.storage import LocalStorage, Storage
-from trainyard.train.callbacks import TrainerView
-from trainyard.train.checkpointing.directory_owner import DirectoryClaim, check_owner, find_owner
-from trainyard.train.checkpointing.rank_agreement import SIGNAL_TIMEOUT, WRITE_TIMEOUT, RankAgreement
-from trainyard.train.checkpointing.rng_state import RngState, capture_rng_state
-from trainyard.train.checkpointing.state_writer import PendingSave, StateSaver, StateWriter, error_line
+from trainyard.run.callbacks import TrainerView
+from trainyard.run.checkpointing.directory_owner import DirectoryClaim, check_owner, find_owner
+from trainyard.run.checkpointing.rank_agreement import SIGNAL_TIMEOUT, WRITE_TIMEOUT, RankAgreement
+from trainyard.run.checkpointing.rng_state import RngState, capture_rng_state
+from trainyard.run.checkpointing.state_writer import PendingSave, StateSaver, StateWriter, error_line
 from trainyard.train.status import HostStatus, StepStatus
 
 PROBE_FILE = ".probe.part"

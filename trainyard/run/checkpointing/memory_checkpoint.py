@@ -13,7 +13,7 @@ from trainyard.models import family_of
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.remote.storage import LocalStorage
-from trainyard.train.checkpointing.memory_files import (
+from trainyard.run.checkpointing.memory_files import (
     TIMEOUT,
     FileTransfer,
     host_identity,

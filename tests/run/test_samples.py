@@ -26,8 +26,8 @@ from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files
 from trainyard.devices.base import CompileOptions
 from trainyard.devices.cpu import CpuDevice
 from trainyard.preflight.dryrun.dry_run import without_io
-from trainyard.train.records import RunSummary
-from trainyard.train.text_samples.generate import continue_prompts
+from trainyard.run.continue_prompts import continue_prompts
+from trainyard.run.records import RunSummary
 
 PROMPTS = ["To be", "", "Hi"]
 GREEDY = {"every": 2, "prompts": PROMPTS, "max_new_tokens": 6, "temperature": 0.0}

@@ -12,8 +12,8 @@ from tests.support.span_files import read_step_times
 from trainyard.core.errors import UserError
 from trainyard.metrics.span_window import mean_parts, read_window
 from trainyard.metrics.spans import read_spans, span_path
-from trainyard.train.callbacks import Callback, TrainerView
-from trainyard.train.trainer import Trainer
+from trainyard.run.callbacks import Callback, TrainerView
+from trainyard.run.trainer import Trainer
 
 
 def run(tmp_path: Path, name: str, **sections: dict[str, Any]) -> tuple[Path, list[tuple[float, float]]]:

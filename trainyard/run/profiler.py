@@ -13,7 +13,7 @@ from trainyard.config.schema import ProfileSection
 from trainyard.core.errors import UserError, one_line
 from trainyard.devices import Device
 from trainyard.metrics.kernel_profile import MEMORY_SUFFIX, TRACE_SUFFIX, profile_name
-from trainyard.train.callbacks import Part, TrainerView
+from trainyard.run.callbacks import Part, TrainerView
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from trainyard.core.user_code import is_user_path
 from trainyard.devices import Device
 from trainyard.families.model_config import first_model_difference
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.checkpointing.data_check import check_data
+from trainyard.run.checkpointing.data_check import check_data
 from trainyard.train.optim.flat_state import state_kinds
 from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import learning_rate

@@ -17,23 +17,35 @@ from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
+from trainyard.run.callbacks import Callback, P, Part, build_callbacks
+from trainyard.run.checkpointing.config_check import check_compatible
+from trainyard.run.checkpointing.data_check import check_data_versions
+from trainyard.run.checkpointing.resume import find_resume_point, restore
+from trainyard.run.profiler import check_profile_ranks
+from trainyard.run.shutdown import StopSignal
+from trainyard.run.stragglers import StragglerMonitor
+from trainyard.run.text_samples import TextPrompts
 from trainyard.train import build
-from trainyard.train.callbacks import Callback, P, Part, build_callbacks
-from trainyard.train.checkpointing.config_check import check_compatible
-from trainyard.train.checkpointing.resume import find_resume_point, restore
 from trainyard.train.compile.compile_blocks import make_compile_fn
 from trainyard.train.decisions import packs_batches
 from trainyard.train.evaluate import Metric
 from trainyard.train.loss import LossFunction
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
+from trainyard.train.optim.load_rule import load_update_rule
+from trainyard.train.optim.lr_schedule import check_schedule
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.shutdown import StopSignal
 from trainyard.train.step import TrainStep
-from trainyard.train.stragglers import StragglerMonitor
-from trainyard.train.text_samples.text_samples import TextPrompts
 
 logger = logging.getLogger(__name__)
+
+
+def check_config(config: Config, world: World) -> None:
+    """Raise UserError for a mistake that shows before anything is built: in the user's schedule and update rule, and in
+    profile.ranks."""
+    check_schedule(config)
+    load_update_rule(config.optimizer)
+    check_profile_ranks(config.profile, world.size)
 
 
 class TrainSetup:
@@ -61,7 +73,7 @@ class TrainSetup:
         self.callbacks: list[Callback] = self.user_callbacks
         """In the order in which they are called; `run` adds the parts."""
         self.world = world = world or World.from_environment()
-        build.check_config(config, world)  # reports a mistake before anything is built
+        check_config(config, world)  # reports a mistake before anything is built
         self.layout = layout = Layout.from_config(config, world.size)
         self.device = device = build.build_device(config, world, device)
         preflight(config, layout, device)
@@ -84,7 +96,7 @@ class TrainSetup:
         needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
         self.loader, self.validation_loaders = build.build_loaders(config, needs_validation)
         """`validation_loaders` by name; "" are the samples held out from the training data."""
-        build.check_data_versions(config, needs_validation, mesh)
+        check_data_versions(config, needs_validation, mesh)
         logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
         self.models = build.build_stages(config, context)
         """This rank's pipeline stages; without a pipeline, the full model alone."""

@@ -16,11 +16,11 @@ from contextlib import suppress
 
 from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.devices import Device
-from trainyard.train.callbacks import Part, TrainerView
-from trainyard.train.checkpointing.rank_agreement import RankAgreement
-from trainyard.train.checkpointing.rng_state import RngState, capture_rng_state
-from trainyard.train.checkpointing.saver import Saver
-from trainyard.train.checkpointing.state_writer import error_line
+from trainyard.run.callbacks import Part, TrainerView
+from trainyard.run.checkpointing.rank_agreement import RankAgreement
+from trainyard.run.checkpointing.rng_state import RngState, capture_rng_state
+from trainyard.run.checkpointing.saver import Saver
+from trainyard.run.checkpointing.state_writer import error_line
 
 DEADLINE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Schedulers send them some time before they kill. Somebody who presses Ctrl-C can wait, or press it again."""

@@ -22,9 +22,9 @@ from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.remote.storage import open_storage
-from trainyard.train.callbacks import TrainerView
-from trainyard.train.checkpointing import saver
-from trainyard.train.records import RunSummary
+from trainyard.run.callbacks import TrainerView
+from trainyard.run.checkpointing import saver
+from trainyard.run.records import RunSummary
 
 STEPS = 5
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -16,8 +16,8 @@ from trainyard.metrics.json_lines import JsonLinesWriter, as_number, repair_json
 from trainyard.metrics.loggers.base import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, LoggedRun
 from trainyard.metrics.loggers.process import LoggerProcess
 from trainyard.metrics.run_directory import RunDirectory
-from trainyard.train.callbacks import Part, TrainerView
-from trainyard.train.run_log.loss_spikes import LossSpikeDetector
+from trainyard.run.callbacks import Part, TrainerView
+from trainyard.run.loss_spikes import LossSpikeDetector
 from trainyard.train.status import HostStatus
 from trainyard.train.step import StepResult
 

@@ -15,11 +15,11 @@ from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, document_end
 from trainyard.devices import Device
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.callbacks import Part, TrainerView
+from trainyard.run.callbacks import Part, TrainerView
+from trainyard.run.continue_prompts import continue_prompts
+from trainyard.run.model_files import run_model_files
+from trainyard.run.run_log import RunLog, lacks_text_samples
 from trainyard.train.micro_batches.runner import MicroBatchRunner
-from trainyard.train.model_files import run_model_files
-from trainyard.train.run_log.run_log import RunLog, lacks_text_samples
-from trainyard.train.text_samples.generate import continue_prompts
 
 
 class TextPrompts:

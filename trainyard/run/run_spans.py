@@ -13,7 +13,7 @@ from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.metrics.spans import DEVICE_NAMES, NAMES, SpanHeader, span_path
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext
-from trainyard.train.callbacks import Part
+from trainyard.run.callbacks import Part
 from trainyard.train.step import StepResult
 
 ROUNDS = 10

@@ -23,10 +23,10 @@ from trainyard.metrics.run_directory import RunDirectory, find_run_directories, 
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.storage import LocalStorage, Storage, open_storage
-from trainyard.train.checkpointing.config_check import expected_kinds
-from trainyard.train.checkpointing.directory_owner import check_owner, find_owner
-from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint
-from trainyard.train.checkpointing.rng_state import restore_rng_state
+from trainyard.run.checkpointing.config_check import expected_kinds
+from trainyard.run.checkpointing.directory_owner import check_owner, find_owner
+from trainyard.run.checkpointing.memory_checkpoint import find_memory_checkpoint
+from trainyard.run.checkpointing.rng_state import restore_rng_state
 from trainyard.train.optim.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)

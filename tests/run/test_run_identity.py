@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.run.test_resume import RunAtStep, checkpoint_path, committed_steps, configure, error_of, losses, train
 from tests.support.forkserver import ForkServer
-from tests.train.test_resume import RunAtStep, checkpoint_path, committed_steps, configure, error_of, losses, train
 from trainyard import Trainer
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.schema import Config

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.configs import tiny_config
 from trainyard import Callback, Trainer
-from trainyard.train.callbacks import METHODS, Part, TrainerView
-from trainyard.train.checkpointing.saver import Saver
-from trainyard.train.run_log.run_log import RunLog
+from trainyard.run.callbacks import METHODS, Part, TrainerView
+from trainyard.run.checkpointing.saver import Saver
+from trainyard.run.run_log import RunLog
 
 
 def recorded_part(name: str, calls: list[tuple[str, str]], fail_at: str = "") -> Part:

@@ -17,7 +17,7 @@ from trainyard.models import TransformerStage
 from trainyard.models.moe import MoeMLP
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext
-from trainyard.train.callbacks import Part, TrainerView
+from trainyard.run.callbacks import Part, TrainerView
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.step import StepResult
 

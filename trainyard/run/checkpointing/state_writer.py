@@ -24,10 +24,10 @@ from trainyard.data.loading.fingerprint import Fingerprints
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.storage import Storage
-from trainyard.train.callbacks import Part
-from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY
-from trainyard.train.checkpointing.directory_owner import owner_record
-from trainyard.train.checkpointing.rng_state import RngState
+from trainyard.run.callbacks import Part
+from trainyard.run.checkpointing.data_check import FINGERPRINTS_KEY
+from trainyard.run.checkpointing.directory_owner import owner_record
+from trainyard.run.checkpointing.rng_state import RngState
 from trainyard.train.optim.gather_full import slice_view
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.status import HostStatus, StepStatus

@@ -14,9 +14,9 @@ from tests.support import configs
 from trainyard import Callback, Trainer
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped
-from trainyard.train.callbacks import TrainerView
+from trainyard.run.callbacks import TrainerView
+from trainyard.run.loss_spikes import WARMUP_STEPS, LossSpikeDetector
 from trainyard.train.cross_entropy import chunked_cross_entropy
-from trainyard.train.run_log.loss_spikes import WARMUP_STEPS, LossSpikeDetector
 
 SPIKE, SKIP = 57, 61
 

@@ -18,7 +18,7 @@ from trainyard.core.world import host_name
 from trainyard.devices import Device
 from trainyard.devices.stopwatch import Stopwatch
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.callbacks import Part
+from trainyard.run.callbacks import Part
 from trainyard.train.step import StepResult
 
 SLOW_FACTOR = 1.3
