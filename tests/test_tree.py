@@ -51,7 +51,7 @@ BUDGETS = {
     "config": 1300,
     "core": 900,
     "dashboard": 1300,
-    "data": 2850,
+    "data": 2650,
     "devices": 1500,
     "evaluate": 650,
     "families": 1200,
@@ -64,14 +64,14 @@ BUDGETS = {
     "models": 1050,
     "parallel": 1450,
     "preflight": 4250,
-    "prepare": 2050,
+    "prepare": 2200,
     "remote": 2900,
     "run": 2650,
     "train": 2350,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 16_500
+SPINE_BUDGET = 16_350
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -13,7 +13,7 @@ from tests.support.configs import tiny_config
 from tests.support.forkserver import ForkServer
 from tests.support.hf_folders import TEXTS, save_hf_folder
 from tests.support.token_files import write_documents
-from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
+from trainyard.prepare.arrow_writer import ArrowDatasetWriter
 from trainyard.run.trainer import Trainer
 
 CHAT_TEMPLATE = (

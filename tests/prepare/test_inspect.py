@@ -24,8 +24,8 @@ from tests.support.token_files import write_documents
 from trainyard.cli import main
 from trainyard.cli.commands.data.inspect import format_histogram, quote_for_terminal
 from trainyard.core.errors import UserError
-from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.prepare import inspect as inspection
+from trainyard.prepare.arrow_writer import ArrowDatasetWriter
 from trainyard.prepare.inspect import InspectOptions, InspectReport, LengthStats, inspect_path
 
 datasets.disable_progress_bars()

@@ -25,8 +25,8 @@ from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
 from trainyard.data.formats.bert_hdf5 import UNNAMED, BertShape, record_dtype, staging_directory, write_samples
 from trainyard.data.formats.documents import InputSlice, UnreadableRecord
-from trainyard.data.text.sentences import split_sentences
 from trainyard.prepare.bert_samples import BertOptions, load_bert_tokenizer, make_samples, tokenize_documents
+from trainyard.prepare.sentences import split_sentences
 from trainyard.prepare.worker_pool import map_ordered
 
 MAX_SAMPLES_PER_FILE = 1 << 18

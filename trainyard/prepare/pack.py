@@ -19,10 +19,10 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import IntArray
-from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.data.formats.megatron_bin import MegatronTokens, Tokens
 from trainyard.data.loading.token_samples import token_stream
+from trainyard.prepare.arrow_writer import ArrowDatasetWriter
 from trainyard.prepare.inspect import check_range
 from trainyard.prepare.tokenize import TokenizeOptions, encode_slice
 from trainyard.prepare.worker_pool import map_ordered

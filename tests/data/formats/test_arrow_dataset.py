@@ -18,10 +18,10 @@ from transformers import default_data_collator
 from tests.support.examples import examples
 from tests.support.file_damage import EDITS, assert_one_line, mutate
 from trainyard.core.errors import UserError
-from trainyard.data.formats import arrow_writer
 from trainyard.data.formats.arrow_dataset import ArrowDataset, data_files
-from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples
+from trainyard.prepare import arrow_writer
+from trainyard.prepare.arrow_writer import ArrowDatasetWriter
 
 datasets.disable_progress_bars()
 

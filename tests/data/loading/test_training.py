@@ -11,10 +11,10 @@ from tests.support.token_files import write_counting_documents
 from trainyard import Trainer
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.data.formats.bert_hdf5 import BertShape, record_dtype, write_samples
 from trainyard.data.loading.dataset import Indices
 from trainyard.data.samples import Sample
+from trainyard.prepare.arrow_writer import ArrowDatasetWriter
 
 
 def tokens(directory: Path) -> dict[str, Any]:

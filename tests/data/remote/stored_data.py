@@ -17,11 +17,11 @@ from pyarrow import parquet
 from tests.support import configs
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch
-from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.data.formats.bert_hdf5 import BertShape, record_dtype, write_samples
 from trainyard.data.formats.megatron_bin import MegatronTokensWriter
 from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.loader import BatchLoader
+from trainyard.prepare.arrow_writer import ArrowDatasetWriter
 
 SEQ_LEN, VOCAB, GLOBAL_BATCH, STEPS = 32, 250, 8, 12
 

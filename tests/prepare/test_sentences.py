@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from trainyard.data.text.sentences import split_sentences
+from trainyard.prepare.sentences import split_sentences
 
 CASES = {
     "titles": ["Mr. Smith met Dr. Jones on St. James Street.", "They spoke."],

@@ -1,4 +1,4 @@
-"""Writes token rows as the datasets library's save_to_disk does; arrow_dataset.py describes the layout."""
+"""Writes token rows as the datasets library's save_to_disk does; data/formats/arrow_dataset.py describes the layout."""
 
 import hashlib
 import json
