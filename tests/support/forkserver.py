@@ -1,14 +1,18 @@
 """Run `trainyard` commands in forks of one process that has already imported torch and the package.
 
 Importing torch takes seconds, a fork takes milliseconds. Each command gets its own working directory, environment,
-session and standard streams, and exits with the code of the real command; only the interpreter start is shared. Tests
-of start-up itself (import time, `python -m trainyard`) must use `subprocess`.
+session and standard streams, and exits with the code of the real command; only the interpreter start is shared. So are
+the ranks that a command with --nproc starts. Tests of start-up itself (import time, `python -m trainyard`) must use
+`subprocess`.
 """
 
 import contextlib
+import fcntl
+import gc
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -17,9 +21,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
+MAX_FDS = 8
+"""File descriptors that a request may carry."""
+PARENT_POLL_S = 0.5
+"""How often the server looks whether its parent has died."""
 
 
 class ForkedProcess:
@@ -80,8 +89,6 @@ class ForkServer:
         the path of a terminal device, which is then also stdin. `memory_bytes` limits the data of the process."""
         if not self._process or self._process.poll() is not None:
             self._start_server()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(self._address)
         files = {name: tempfile.NamedTemporaryFile("r", dir=self._directory.name) for name in ("stdout", "stderr")}  # noqa: SIM115
         request = {
             "args": [str(arg) for arg in args],
@@ -92,9 +99,7 @@ class ForkServer:
             "stderr": terminal or files["stderr"].name,
             "memory_bytes": memory_bytes,
         }
-        body = json.dumps(request).encode()
-        connection.sendall(len(body).to_bytes(4, "little") + body)
-        pid = int.from_bytes(_read_exactly(connection, 4), "little")
+        pid, connection = _request_fork(self._address, request)
         return ForkedProcess(request["args"], pid, connection, files)  # type: ignore[arg-type]
 
     def run(
@@ -129,6 +134,35 @@ class ForkServer:
             time.sleep(0.05)
 
 
+def _request_fork(address: str, request: dict[str, Any], fds: Mapping[int, int] = {}) -> tuple[int, socket.socket]:
+    """Ask the server for a command. It gets the values of `fds`, open in this process, under the numbers that are their
+    keys. Returns its pid and the connection that will get its exit code."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address)
+    body = json.dumps({**request, "fds": list(fds)}).encode()
+    socket.send_fds(connection, [len(body).to_bytes(4, "little")], list(fds.values()))
+    connection.sendall(body)
+    return int.from_bytes(_read_exactly(connection, 4), "little"), connection
+
+
+def _start_rank(
+    command: list[str], env: Mapping[str, str], stdout: IO[bytes] | None, stderr: IO[bytes], **options: Any
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """What the launcher of a forked command calls instead of subprocess.Popen. A fork of the launcher itself would have
+    the modules of the user that the launcher has imported."""
+    if command[:3] != [sys.executable, "-m", "trainyard"]:
+        return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, **options)
+    request: dict[str, Any] = {"args": command[3:], "cwd": os.getcwd(), "env": {**env}, "stdin": os.devnull}
+    request["memory_bytes"] = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    fds = {1: stdout.fileno() if stdout else 1, 2: stderr.fileno(), **{fd: fd for fd in options["pass_fds"]}}
+    pid, connection = _request_fork(_address, request, fds)
+    return ForkedProcess(command, pid, connection, {})
+
+
+_address = ""
+"""The address of the server that has forked this command."""
+
+
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
@@ -143,12 +177,17 @@ def _serve(address: str) -> None:
     import torch
 
     import trainyard.cli.main
-    import trainyard.launch.launcher
     import trainyard.preflight.plan.report
     import trainyard.run.trainer  # noqa: F401
     from trainyard.devices.cpu import CpuDevice
+    from trainyard.launch import launcher
 
+    global _address
+    _address = address
+    launcher.subprocess = SimpleNamespace(Popen=_start_rank, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     CpuDevice().peak_throughput(torch.float32)  # measured once, not by every command
+    gc.collect()
+    gc.freeze()  # collections in a command look only at what the command made
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address + ".new")
@@ -156,19 +195,34 @@ def _serve(address: str) -> None:
     os.rename(address + ".new", address)
     children: dict[int, socket.socket] = {}
     parent = os.getppid()
-    listener.settimeout(0.02)
+    listener.settimeout(0)
+    woken, wake = os.pipe()  # written to when a command has ended
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake)
     while os.getppid() == parent:
-        with contextlib.suppress(TimeoutError):
+        select.select([listener, woken], [], [], PARENT_POLL_S)
+        with contextlib.suppress(BlockingIOError):
+            os.read(woken, 4096)
+        with contextlib.suppress(BlockingIOError):
             connection, _ = listener.accept()
             connection.settimeout(None)
-            request = json.loads(_read_exactly(connection, int.from_bytes(_read_exactly(connection, 4), "little")))
+            length, received, _, _ = socket.recv_fds(connection, 4, MAX_FDS)
+            request = json.loads(_read_exactly(connection, int.from_bytes(length, "little")))
             pid = os.fork()
             if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for fd in (woken, wake):
+                    os.close(fd)
                 listener.close()
                 connection.close()
                 for other in children.values():
                     other.close()
-                _command(request)
+                _command(request, received)
+            for fd in received:
+                os.close(fd)
             children[pid] = connection
             connection.sendall(pid.to_bytes(4, "little"))
         while children:
@@ -180,21 +234,28 @@ def _serve(address: str) -> None:
             children.pop(pid).close()
 
 
-def _command(request: dict[str, Any]) -> None:
+def _command(request: dict[str, Any], received: Sequence[int]) -> None:
     """Become the command: this fork never returns."""
     code = 1
     try:
         os.setsid()
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in received]  # their numbers may be wanted for others
+        for fd in received:
+            os.close(fd)
+        for number, fd in zip(request["fds"], copies, strict=True):
+            os.dup2(fd, number)
+            os.close(fd)
         if request.get("memory_bytes"):
             resource.setrlimit(resource.RLIMIT_DATA, (request["memory_bytes"],) * 2)
         for name, number, flags in (
-            (request.get("stdin", os.devnull), 0, os.O_RDONLY),
-            (request["stdout"], 1, os.O_WRONLY | os.O_APPEND),
-            (request["stderr"], 2, os.O_WRONLY | os.O_APPEND),
+            (request.get("stdin"), 0, os.O_RDONLY),
+            (request.get("stdout"), 1, os.O_WRONLY | os.O_APPEND),
+            (request.get("stderr"), 2, os.O_WRONLY | os.O_APPEND),
         ):
-            opened = os.open(name, flags)
-            os.dup2(opened, number)
-            os.close(opened)
+            if name:
+                opened = os.open(name, flags)
+                os.dup2(opened, number)
+                os.close(opened)
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])
