@@ -56,11 +56,11 @@ class SubmittedJob:
         path = self.run / "logs" / f"{self.job_id}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = TIMEOUT_S) -> None:
-        deadline = time.monotonic() + timeout
+    def wait_for(self, condition: Callable[[], object], what: str, poll_s: float = 0.1) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert time.monotonic() < deadline, f"waited {timeout} s for {what}; {self.state()}\n{self.log()[-3000:]}"
-            time.sleep(0.1)
+            assert time.monotonic() < deadline, f"waited {TIMEOUT_S} s for {what}; {self.state()}\n{self.log()[-3000:]}"
+            time.sleep(poll_s)
 
     def wait_for_step(self, step: int) -> None:
         metrics = self.run / "metrics.jsonl"
@@ -72,15 +72,15 @@ class SubmittedJob:
         used = self.slurm.run("squeue", "-h", "-j", self.job_id, "-o", "%N").strip()
         return self.slurm.run("scontrol", "show", "hostnames", used).split()
 
-    def wait_for_state(self, state: str, timeout: float = TIMEOUT_S) -> None:
-        self.wait_for(lambda: self.state() == state, state, timeout)
+    def wait_for_state(self, state: str) -> None:
+        self.wait_for(lambda: self.state() == state, state, poll_s=0.5)  # each poll starts a process
 
 
 @pytest.fixture(scope="module")
 def expected(cli: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of one rank that nothing disturbs."""
+    """The losses of one rank that nothing disturbs, with one micro batch per step, which is the fastest."""
     directory = tmp_path_factory.mktemp("one")
-    done = cli.run(["train", *TRAIN, f"log.directory={directory}"])
+    done = cli.run(["train", *TRAIN, f"log.directory={directory}", "train.micro_batch=8", "checkpoint.every=1000"])
     assert done.returncode == 0, done.stderr
     return curve(directory / "tiny-llama-smoke")
 
@@ -103,7 +103,7 @@ def test_job_trains_on_all_nodes(
 def test_killed_rank_restarts_from_the_latest_checkpoint(
     cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
 ) -> None:
-    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1")
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1", "train.micro_batch=4")
     job.wait_for_step(1)
     ranks = [pid for pid in slurm.processes() if environment_of(pid).get("RANK") == "1"]
     job.wait_for_step(4)
