@@ -1,8 +1,10 @@
-"""One of each thing that one may add, from an installed package: an update rule, a loss, a data source, a logger, a
-command and hardware. They train, plan, resume and inspect without a line about them in the package."""
+"""One of each thing that one may add, from an installed package: an update rule, a loss, a data source, a wrapper
+around linear layers, a logger, a command and hardware. They train, plan, resume and inspect without a line about them
+in the package."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from trainyard.config.load import parse
 from trainyard.config.registries import SOURCES, UPDATE_RULES
 from trainyard.core.errors import UserError
 from trainyard.core.registry import Registry
+from trainyard.families import blueprint_of, family_of
 from trainyard.families.family import LOSSES
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import parse_hardware, read_catalog
@@ -34,6 +37,8 @@ smooth = parts:SmoothLoss
 counts = parts:COUNTS
 [trainyard.loggers]
 notebook = parts:Notebook
+[trainyard.linear_wrappers]
+scale = tests.support.scaled_linear:WRAPPER
 [trainyard.commands]
 greet = greeting:greet
 """
@@ -257,6 +262,35 @@ def test_loss_trains_with_its_terms_and_is_planned() -> None:
     messages = step_messages(config, Layout.from_config(config, 2), 0, 2**20)
     assert any(message.nbytes == 2 * 4 and message.group == "dp_cp" for message in messages)  # two counts
     assert train(small("train.loss=parts:SmoothLoss", "log.name=path")) == train(small("log.name=again"))
+
+
+def test_linear_wrapper_trains_resumes_and_is_counted(tmp_path: Path) -> None:
+    keys = ("model.linear.scale.start=0.9", "model.linear.scale.attention=false", "model.fuse_gate_up=true")
+    config = small(*keys, "checkpoint.every=2", "log.name=whole")
+    trainer = Trainer(config)
+    names = [name for name, _ in trainer.model.named_parameters() if name.endswith("scale")]
+    assert [name for name in names if ".0." in name] == ["layers.0.mlp.gate_up.scale", "layers.0.mlp.down.scale"]
+    model, added = config.model, config.model.layers * (2 * config.model.ffn_size + config.model.hidden)
+    assert blueprint_of(model).parameter_count() == family_of(model).blueprint(model).parameter_count() + added
+    summary = trainer.run()
+    trained = dict(trainer.model.named_parameters())
+    assert all(not torch.equal(trained[name], torch.full_like(trained[name], 0.9)) for name in names)
+    (checkpoint,) = tmp_path.glob("runs/whole/**/*2/")
+    whole = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
+    resumed = train(small(*keys, f"checkpoint.resume={checkpoint}", "log.name=resumed"))
+    assert resumed == [record["loss"] for record in whole if "loss" in record][2:]
+    with pytest.raises(UserError, match=r"model.linear=\{\}: the checkpoint"):
+        Trainer(small(f"checkpoint.resume={checkpoint}", "log.name=without"))
+
+
+def test_mistakes_in_a_linear_wrapper_name_the_key() -> None:
+    for keys, message in (
+        ("model.linear.scale.strt=1", "model.linear.scale.strt=1: unknown key; nearest: model.linear.scale.start"),
+        ("model.linear.scale.start=x", "model.linear.scale.start=x: not a number; nearest: 0.5"),
+        ("model.linear.scael.start=1", "model.linear.scael: not one of scale, or module:NAME; nearest: scale"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            small(keys)
 
 
 def test_data_source_trains_is_counted_and_inspected(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ BUDGETS = {
     "data": 2650,
     "devices": 1500,
     "evaluate": 650,
-    "families": 1200,
+    "families": 1250,
     "formats": 3250,
     "importers": 2050,
     "inference": 2650,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainyard.data.source import DataSource
     from trainyard.families.family import Family
     from trainyard.families.hf_config import from_hf
+    from trainyard.families.linear_wrapper import LinearWrapper
     from trainyard.formats.hf import load_model
     from trainyard.metrics.loggers.base import Logger
     from trainyard.run.callbacks import Callback
@@ -28,6 +29,7 @@ __all__ = [
     "DataSource",
     "Dataset",
     "Family",
+    "LinearWrapper",
     "Logger",
     "Loss",
     "Trainer",
@@ -43,6 +45,7 @@ _EXPORTS = {
     "DataSource": "trainyard.data.source",
     "Dataset": "trainyard.data.loading.dataset",
     "Family": "trainyard.families.family",
+    "LinearWrapper": "trainyard.families.linear_wrapper",
     "Logger": "trainyard.metrics.loggers.base",
     "Loss": "trainyard.train.loss",
     "Trainer": "trainyard.run.trainer",

@@ -14,6 +14,7 @@ import pytest
 from tests.support import configs
 from tests.support.hf_reference import LLAMA_LIKE, hf_reference
 from tests.support.pool import Pool, RankFailed
+from tests.support.scaled_linear import scaled
 from tests.support.two_kinds import TWO_KINDS
 from trainyard.compat import supports_zero_bubble
 from trainyard.config.schema import Config
@@ -230,6 +231,13 @@ CASES = [
     deep_case(2, {"zero": 1}, BIAS, "bias-muon", optimizer={"kind": "muon"}),
     deep_case(2, {"ep": 2}, BIAS, "bias-user-code", **USER_CODE),
     # layers of several kinds, wherever a pipeline is cut
+    # a wrapper around linear layers
+    case(4, {"tp": 4, "zero": 1, **SP}, scaled({**LLAMA, "kv_heads": 2}), "scaled"),
+    case(2, {"tp": 2}, scaled({**BERT, "fuse_qkv": False}), "scaled"),
+    deep_case(4, {"cp": 2, "pp": 2}, scaled(LLAMA), "scaled"),
+    deep_case(2, {"zero": 3}, scaled(GPT), "scaled", recompute={"kind": "full"}),
+    deep_case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, scaled(MIXED), "scaled", optimizer={"kind": "muon"}),
+    # layers of several kinds
     case(2, {"tp": 2, **SP}, MIXED),
     deep_case(2, {"cp": 2}, MIXED),
     case(2, {"pp": 2, "pipeline_cuts": (0,)}, MIXED, "dense-stage"),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import configs
 from tests.support.pool import Pool
+from tests.support.scaled_linear import scaled
 from tests.support.two_kinds import TWO_KINDS
 from trainyard.config.schema import Config
 
@@ -52,7 +53,7 @@ def configure(
         "layout": {**LAYOUTS, **EXPERT_LAYOUTS}[layout][1],
     }
     merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
-    model = {**configs.TINY_MODELS, "moe": configs.MOE, "two_kinds": TWO_KINDS}[family]
+    model = {**configs.TINY_MODELS, "moe": configs.MOE, "two_kinds": TWO_KINDS, "scaled": scaled(TWO_KINDS)}[family]
     model = {**model, "layers": layers} | ({"ffn": 64} if family == "llama" else {})
     return configs.tiny_config(model, **merged)
 
@@ -126,6 +127,7 @@ def test_resume_a_rule_of_the_user_at_another_layout(pool: Pool, tmp_path: Path,
                 ("moe", "tp2-pp2", "ep2-zero1"),
                 ("two_kinds", "ep4-zero3", "pp2-cut1"),
                 ("two_kinds", "tp2-pp2", "ep4-zero3"),
+                ("scaled", "tp2-pp2", "ep4-zero3"),
             )
         ),
     ],

@@ -128,7 +128,7 @@ def test_module_and_blueprint_that_disagree_are_one_line(monkeypatch: pytest.Mon
         return replace(table, specs=table.specs[:-1])
 
     def module(c: Any, make: Any) -> Any:
-        model = models.rank_model.import_module_class(family)(c, make)
+        model = models.rank_model.import_module_class(family.module)(c, make)
         model.norm.weight = nn.Parameter(Tensor(5))
         return model
 

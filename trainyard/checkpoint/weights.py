@@ -47,11 +47,11 @@ class TrainingState:
 @lru_cache(maxsize=8)
 def unfused_tensors(model: models.ModelConfig) -> Mapping[str, TensorSlice]:
     """Every unfused tensor of the model, in full, by name, in the blueprint's order."""
-    blueprint = models.family_of(model).blueprint(model)
+    blueprint = models.blueprint_of(model)
     return {piece.name: piece for name in blueprint.parameter_names() for piece in blueprint.local_slices(name)}
 
 
 def local_values(weights: WeightSource, shard: ModelShard = FULL_MODEL) -> models.ParameterValues:
     """A function from parameter names to the fp32 values that a rank holds. It reads nothing else."""
-    blueprint = models.family_of(weights.model).blueprint(weights.model)
+    blueprint = models.blueprint_of(weights.model)
     return lambda name: local_tensor(blueprint, name, shard, lambda piece: weights.read(piece).float())

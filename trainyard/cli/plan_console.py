@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trainyard.core.constants import GIB
 from trainyard.core.quantities import counted
-from trainyard.models import family_of
+from trainyard.models import blueprint_of
 from trainyard.preflight.plan.compare_measured import ComparisonRow
 from trainyard.preflight.plan.group_rules import PlanProblem
 from trainyard.preflight.plan.report import ConfigChange, Plan
@@ -79,7 +79,7 @@ def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: l
         console.print(Text(textwrap.fill(line, console.width, subsequent_indent=" " * INDENT)))
 
     config, layout, hardware = plan.config, plan.layout, plan.hardware
-    weights = family_of(config.model).blueprint(config.model).parameter_count()
+    weights = blueprint_of(config.model).parameter_count()
     size = f"{weights / 1e9:.2f}B" if weights > 1e9 else f"{weights / 1e6:.1f}M"
     print_line(f"{source}, {size} weights, on {hardware.describe()}")
     print_line(layout.describe())

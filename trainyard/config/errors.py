@@ -21,6 +21,7 @@ from trainyard.core.section import Section
 from trainyard.core.user_code import nearest_name
 from trainyard.core.yaml_io import format_value
 from trainyard.families import all_families, find_family
+from trainyard.families.linear_wrapper import LinearSection
 
 EXPECTED_TYPES = {
     "int": "a whole number",
@@ -113,7 +114,10 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
 
 def _section_at(section: type[Section] | None, key: str) -> type[Section] | None:
     """The class of the section `key`, whose last part is a field of `section`; None if that is a key with a value."""
-    field = section.model_fields.get(key.rpartition(".")[2]) if section else None
+    name = key.rpartition(".")[2]
+    if section is LinearSection:
+        return section.keys_of(name)
+    field = section.model_fields.get(name) if section else None
     inner = field.annotation if field else None
     return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 

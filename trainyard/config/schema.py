@@ -6,8 +6,8 @@ Checks here need neither a device nor the number of ranks; those that do live in
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, SerializeAsAny, Strict, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import Field, SerializeAsAny, Strict, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.data_schema import DataSection
@@ -25,6 +25,7 @@ from trainyard.core.section import (
     PositiveInt,
     Section,
     nearest_multiples,
+    validate_at,
 )
 from trainyard.core.user_code import is_user_path, nearest_name
 from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_ALIASES, DEVICE_NAMES
@@ -299,19 +300,7 @@ class Config(Section):
             family = find_family(name)
         except UserError as error:
             raise PydanticCustomError("family_error", "{reason}", {"name": name, "reason": str(error)}) from None
-        try:
-            return family.config_class.model_validate(value)
-        except ValidationError as error:  # the location of a mistake names the family, as that of a tagged union
-            details: list[InitErrorDetails] = [
-                InitErrorDetails(
-                    type=mistake["type"],
-                    loc=(name, *mistake["loc"]),
-                    input=mistake["input"],
-                    ctx=mistake.get("ctx", {}),
-                )
-                for mistake in error.errors()
-            ]
-            raise ValidationError.from_exception_data(error.title, details) from None
+        return validate_at((name,), family.config_class, value)  # as that of a tagged union
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:

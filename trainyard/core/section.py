@@ -2,10 +2,10 @@
 
 import re
 from math import isqrt
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, core_schema
 
 from trainyard.core.registry import Registry
 from trainyard.core.user_code import nearest_name
@@ -49,6 +49,24 @@ class Section(BaseModel):
     """A section of the configuration: strict types, finite numbers, no unknown keys, a docstring below each field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def validate_at(loc: tuple[str, ...], section: type[SectionT], value: object) -> SectionT:
+    """A section from its values. The location of a mistake begins with `loc`, as where the class of a section depends
+    on a value."""
+    try:
+        return section.model_validate(value)
+    except ValidationError as error:
+        details: list[InitErrorDetails] = [
+            InitErrorDetails(
+                type=mistake["type"], loc=(*loc, *mistake["loc"]), input=mistake["input"], ctx=mistake.get("ctx", {})
+            )
+            for mistake in error.errors()
+        ]
+        raise ValidationError.from_exception_data(error.title, details) from None
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -86,6 +86,12 @@ class ParamSpec:
         return self.fused_parts[shard.ep_rank * count : (shard.ep_rank + 1) * count]
 
     @property
+    def is_linear(self) -> bool:
+        """True for the weight of a linear layer of a block, which a wrapper may surround."""
+        is_of_block = "*" in self.name and self.name.endswith(".weight")
+        return is_of_block and self.tp_dim is not None and self.flops_tokens == "tokens" and not self.experts
+
+    @property
     def flops_share(self) -> float:
         """Share of the matrix that a token multiplies."""
         return self.active_experts / self.experts if self.experts else 1.0

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from trainyard.core.section import PositiveInt, Section, nearest_divisor
+from trainyard.families.linear_wrapper import LinearSection
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 TokenIds = Annotated[tuple[int, ...], Strict(False), BeforeValidator(lambda ids: (ids,) if type(ids) is int else ids)]
@@ -34,6 +35,8 @@ class ModelConfig(Section):
     """Divide the standard deviation of a block's two output projections by sqrt(2 * layers), as in GPT-2."""
     fuse_qkv: bool = True
     """Store query, key and value projections as one matrix: one GEMM instead of three."""
+    linear: LinearSection = LinearSection()
+    """What is put around the linear layers of blocks, by name, such as an adapter of an installed package."""
     bos_token_id: int | None = None
     """Token id that begins a text, for the exported config.json. Default: none."""
     eos_token_id: TokenIds | None = None

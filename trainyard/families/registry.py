@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 from trainyard.core.registry import Registry
+from trainyard.families.blueprint import Blueprint
 from trainyard.families.family import Family
 from trainyard.families.model_config import ModelConfig
 
@@ -28,3 +29,11 @@ def find_family(name: str) -> Family:
 
 def family_of(model: ModelConfig) -> Family:
     return find_family(model.family)
+
+
+def blueprint_of(model: ModelConfig) -> Blueprint:
+    """The parameter table of a model: that of its family, and what is put around its linear layers."""
+    blueprint = family_of(model).blueprint(model)
+    for wrapper, options in model.linear.wrappers():
+        blueprint = wrapper.extend(blueprint, options)
+    return blueprint

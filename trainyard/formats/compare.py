@@ -55,7 +55,7 @@ def compare_logits(weights_a: WeightSource, weights_b: WeightSource, seed: int =
 def _logits(weights: WeightSource, tokens: Tensor) -> Tensor:
     """All logits, flattened, including those of BERT's next-sentence head."""
     values = local_values(weights)
-    blueprint = models.family_of(weights.model).blueprint(weights.model)
+    blueprint = models.blueprint_of(weights.model)
     model = models.build_model(weights.model).eval()
     owners = {
         f"{prefix}.{key}": (module, key)

@@ -78,7 +78,7 @@ class InMemoryWeights:
         self, model: models.ModelConfig, values: models.ParameterValues, dtype: torch.dtype = torch.float32
     ) -> None:
         self.model, self.values, self._dtype = model, values, dtype
-        blueprint = models.family_of(model).blueprint(model)
+        blueprint = models.blueprint_of(model)
         self._param_of = {
             unfused_name: (param, start)
             for param in blueprint.parameter_names()

@@ -29,7 +29,7 @@ def weights_only_state(weights: WeightSource, dtype: torch.dtype | None = None) 
 
 def checkpoint_bytes(state: TrainingState) -> int:
     """The size of a checkpoint of this state in bytes, without file headers."""
-    parameters = models.family_of(state.model).blueprint(state.model).parameter_count()
+    parameters = models.blueprint_of(state.model).parameter_count()
     return parameters * sum(dtype.itemsize for dtype in state.dtypes.values())
 
 
@@ -48,7 +48,7 @@ def write_checkpoint(
     `on_written` is called with the bytes of each tensor.
     """
     layout = Layout.from_config(config, ranks)
-    blueprint = models.family_of(config.model).blueprint(config.model)
+    blueprint = models.blueprint_of(config.model)
     storage = LocalStorage(directory)
     storage.mkdir()
 

@@ -14,7 +14,7 @@ from trainyard.families.blueprint import ParamSpec
 from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
 from trainyard.inference.engine import Engine
 from trainyard.kernels.fp8_weight import Fp8Weight
-from trainyard.models import ModelConfig, assign_parameters, build_model, family_of
+from trainyard.models import ModelConfig, assign_parameters, blueprint_of, build_model
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.tensor_parallel import TensorAxis
@@ -59,7 +59,7 @@ def build_engine(
         kernels=kernels,
         factory=partial(CachingFactory, size, state),
     )
-    blueprint = family_of(config).blueprint(config)
+    blueprint = blueprint_of(config)
 
     def make_weight(name: str) -> Tensor:
         tensor, spec = make_parameter(name), blueprint.spec(name)
@@ -82,7 +82,7 @@ def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShap
     cache = 2 * config.layers * tokens * heads * config.head_size * shape.dtype.itemsize
     weights = 0
     if not shares_parameters:
-        blueprint = family_of(config).blueprint(config)
+        blueprint = blueprint_of(config)
         weights = blueprint.parameter_count() * shape.dtype.itemsize // tp
         if shape.fp8_weights:
             matrices = blueprint.parameter_count(_is_linear_weight)

@@ -17,7 +17,7 @@ from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.chat import ChatTemplate
 from trainyard.inference.text.json_schema import SchemaCompiler
 from trainyard.inference.text.tokenizer_files import find_tokenizer, model_end_ids, read_json
-from trainyard.models import ModelConfig, ParameterValues, TransformerStage, family_of
+from trainyard.models import ModelConfig, ParameterValues, TransformerStage, blueprint_of, family_of
 from trainyard.models.sharding import local_tensor
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
@@ -155,7 +155,7 @@ def _rank_values(
     weights: WeightSource, config: ModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> ParameterValues:
     """A function from parameter names to this rank's values, which are read when it is called."""
-    blueprint = family_of(config).blueprint(config)
+    blueprint = blueprint_of(config)
 
     def values(name: str) -> Tensor:
         local = local_tensor(blueprint, name, mesh.model_shard, weights.read)

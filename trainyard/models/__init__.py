@@ -1,7 +1,7 @@
 """The modules of the model families, and how to build one: `build_model`, then `fill_parameters`."""
 
 from trainyard.core.batch import Batch
-from trainyard.families import Blueprint, Family, ModelConfig, family_of
+from trainyard.families import Blueprint, Family, ModelConfig, blueprint_of, family_of
 from trainyard.models.base import TransformerStage
 from trainyard.models.init import ParameterValues
 from trainyard.models.module_factory import Fp8Layers
@@ -18,6 +18,7 @@ __all__ = [
     "ParameterValues",
     "TransformerStage",
     "assign_parameters",
+    "blueprint_of",
     "build_model",
     "family_of",
     "fill_parameters",

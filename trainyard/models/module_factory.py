@@ -1,13 +1,16 @@
 """ModuleFactory: builds layers whose parameters have the local shapes of the blueprint and no memory yet."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trainyard.core.errors import UserError
+from trainyard.core.section import Section
+from trainyard.core.user_code import load_object
 from trainyard.families.blueprint import Blueprint, layer_index
+from trainyard.families.linear_wrapper import LinearWrapper
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
 from trainyard.models.layers import (
@@ -21,6 +24,11 @@ from trainyard.models.layers import (
     VocabEmbedding,
 )
 from trainyard.parallel.axes import Axes
+
+
+def import_module_class(module: str | Callable[..., Any]) -> Callable[..., Any]:
+    """What builds a module: a class, or the name of one."""
+    return load_object(module, "a class") if isinstance(module, str) else module
 
 
 class Fp8Layers(NamedTuple):
@@ -42,6 +50,8 @@ class ModuleFactory:
         self.shard = axes.model_shard
         self.layers: Sequence[int] = range(blueprint.layers)
         """The layers to build: those of the rank's pipeline stage."""
+        self.linear_wrappers: Sequence[tuple[LinearWrapper, Section]] = ()
+        """What goes around linear layers, each with its options, from the innermost on."""
 
     def blocks(self, build: Callable[[str], nn.Module]) -> nn.ModuleDict:
         """The blocks of this stage by layer index. `build` makes one from the name of its parameters (`layers.3`)."""
@@ -60,7 +70,12 @@ class ModuleFactory:
     def linear(self, name: str) -> Linear:
         bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
         fp8 = self.fp8.for_parameter(name) if self.fp8 else None
-        return Linear(self.parameter(f"{name}.weight"), bias, self.kernels, fp8)
+        linear = Linear(self.parameter(f"{name}.weight"), bias, self.kernels, fp8)
+        spec = self.blueprint.spec(f"{name}.weight")
+        for wrapper, options in self.linear_wrappers:
+            if spec.is_linear and wrapper.specs(options, spec):
+                linear = import_module_class(wrapper.module)(linear, self, name, options)
+        return linear
 
     def linears(self, module: nn.Module, name: str, parts: Sequence[str]) -> list[Linear]:
         """The linear layers `name.part`, as children of `module` with the names of the parts."""

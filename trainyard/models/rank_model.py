@@ -1,32 +1,21 @@
 """Build the model of one rank: modules on the meta device first, then parameter values from any source."""
 
-import importlib
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainyard.core.errors import UserError
-from trainyard.families import Blueprint, Family, ModelConfig, family_of
+from trainyard.families import Blueprint, ModelConfig, blueprint_of, family_of
 from trainyard.families.blueprint import layer_index
 from trainyard.kernels.reference import Kernels
 from trainyard.models.base import TransformerStage
 from trainyard.models.init import ParameterValues
-from trainyard.models.module_factory import Fp8Layers, ModuleFactory
+from trainyard.models.module_factory import Fp8Layers, ModuleFactory, import_module_class
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import StageSpec
 
 FactoryClass = Callable[[Blueprint, Axes, Kernels, Fp8Layers | None], ModuleFactory]
-
-
-def import_module_class(family: Family) -> Callable[[Any, ModuleFactory], TransformerStage]:
-    """The class of a family's module."""
-    if not isinstance(family.module, str):
-        return family.module
-    module, _, name = family.module.partition(":")
-    module_class: Callable[[Any, ModuleFactory], TransformerStage] = getattr(importlib.import_module(module), name)
-    return module_class
 
 
 def build_model(
@@ -39,15 +28,15 @@ def build_model(
     factory: FactoryClass = ModuleFactory,
 ) -> TransformerStage:
     """The model of one rank, or one pipeline stage of it. Buffers are on `device`; parameters have no memory yet."""
-    family = family_of(c)
-    blueprint = family.blueprint(c)
+    blueprint = blueprint_of(c)
     axes = axes or Axes()
     _check_layer_kinds(c, blueprint)
     make = factory(blueprint, axes, kernels or Kernels(), fp8)
+    make.linear_wrappers = c.linear.wrappers()
     if stage:
         make.layers = stage.layers
     try:
-        model = import_module_class(family)(c, make)
+        model: TransformerStage = import_module_class(family_of(c).module)(c, make)
         _check_parameters(model, make)
     except UserError as error:
         raise UserError(f"model.family={c.family}: {error}") from None

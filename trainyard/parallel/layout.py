@@ -17,7 +17,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.section import nearest_multiples
 from trainyard.core.splits import ModelShard, replication_factor
-from trainyard.families import ModelConfig, family_of
+from trainyard.families import ModelConfig, blueprint_of
 from trainyard.families.flops import layer_flops
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
@@ -254,7 +254,7 @@ def _split_stages(config: Config) -> tuple[StageSpec, ...]:
 
 @cache
 def _layer_work(model: ModelConfig, seq_len: int) -> tuple[float, ...]:
-    return tuple(layer_flops(model, family_of(model).blueprint(model), seq_len))
+    return tuple(layer_flops(model, blueprint_of(model), seq_len))
 
 
 @cache

@@ -38,6 +38,11 @@ class Linear(nn.Module):
         self.weight, self.bias = weight, bias
         self.kernels, self.fp8 = kernels, fp8
 
+    @property
+    def can_gather_again(self) -> bool:
+        """True if a backward pass needs nothing but x, the weight and the bias."""
+        return type(self) is Linear and not self.fp8
+
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.weight, self.bias, self.fp8)
 
@@ -61,10 +66,11 @@ class TensorAxis:
 
         Under sequence parallelism the gathered tokens, a full activation, are not saved: backward gathers them again
         while it multiplies. Pass `keep_gathered` inside a recomputed module, which would gather a third time otherwise.
-        In fp8 the gathered tokens are saved, in half the bytes.
+        In fp8 the gathered tokens are saved, in half the bytes; and so they are for a layer that does more than one
+        matmul.
         """
         # One autograd function for all matrices: each of q, k and v alone would gather the same tokens again.
-        if self.sequence_parallel and not keep_gathered and not linears[0].fp8:
+        if self.sequence_parallel and not keep_gathered and all(linear.can_gather_again for linear in linears):
             tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias if add_bias else None)]
             return _ColumnParallel.apply(x, self.group, *tensors)  # type: ignore[no-untyped-call]
         x = self.gather_sum_grads(x)

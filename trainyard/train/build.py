@@ -52,7 +52,7 @@ def build_device(config: Config, world: World, device: devices.Device | None = N
 
 
 def build_rank_context(config: Config, device: devices.Device, mesh: Mesh) -> RankContext:
-    blueprint = models.family_of(config.model).blueprint(config.model)
+    blueprint = models.blueprint_of(config.model)
     return RankContext(device, mesh, blueprint, device.kernels(fused=config.device.kernels == "fused"))
 
 

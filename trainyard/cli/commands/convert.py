@@ -113,7 +113,7 @@ def convert(
 
 def print_source(opened: OpenedCheckpoint, source: str, spec: ConversionTarget) -> None:
     model = opened.weights.model
-    weights = models.family_of(model).blueprint(model).parameter_count()
+    weights = models.blueprint_of(model).parameter_count()
     print(f"{source}: {FORMAT_DESCRIPTIONS[opened.format]}, {model.family} with {weights:,} weights", flush=True)
     if spec.format == "native":
         with_state = opened.open_state and not spec.weights_only

@@ -69,7 +69,7 @@ def inspect(
 def describe(opened: OpenedCheckpoint) -> dict[str, Any]:
     """Facts about a checkpoint by name."""
     weights = opened.weights
-    blueprint = models.family_of(weights.model).blueprint(weights.model)
+    blueprint = models.blueprint_of(weights.model)
     slices = unfused_tensors(weights.model)
     dtypes = Counter(str(weights.dtype(name)).removeprefix("torch.") for name in slices)
     facts: dict[str, Any] = {

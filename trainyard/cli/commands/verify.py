@@ -137,7 +137,7 @@ def default_rank_count(source: str, overrides: list[str], named: set[str]) -> in
 
 def _check_host_memory(config: Config, steps: int, smoke: bool) -> None:
     """Raise UserError unless one rank can hold the complete model, its training state and both records."""
-    weights = models.family_of(config.model).blueprint(config.model).parameter_count()
+    weights = models.blueprint_of(config.model).parameter_count()
     needed = weights * 4 * (4 + 2 * (2 + steps))
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:

@@ -58,7 +58,7 @@ def dcp_tensors(model: models.ModelConfig, names: DcpNames) -> tuple[StoredTenso
     if table is None:
         raise UserError(f"--layout names={names}: no names of torchtitan for {model.family}; nearest: names=hf")
     unfused, out = unfused_tensors(model), []
-    has_tied_head = models.family_of(model).blueprint(model).tied_head is not None
+    has_tied_head = models.blueprint_of(model).tied_head is not None
     for ours, theirs in table.items():
         for layer in range(model.layers if "*" in ours else 1):
             name, torchtitan_name = (f"{text.replace('*', str(layer))}.weight" for text in (ours, theirs))
@@ -161,7 +161,7 @@ def _open_torchtitan(model: models.ModelConfig, tensors: Mapping[str, LazyTensor
     current_name = {earlier_name(name): name for name in expected}
     tensors = {current_name.get(name, name): tensor for name, tensor in tensors.items()}
     embedding, *_, head = expected
-    tied = models.family_of(model).blueprint(model).tied_head is not None
+    tied = models.blueprint_of(model).tied_head is not None
     if tied and head not in tensors:
         del expected[head]
     check_tensors("checkpoint", expected, tensors)

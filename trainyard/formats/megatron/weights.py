@@ -217,10 +217,7 @@ def _find_mapping(
 ) -> TensorMapping | None:
     """The mapping of a tensor in a chunk whose first layer is `first_layer`."""
     if not (match := LAYER_NAME.fullmatch(name)):
-        is_tied = (
-            models.family_of(model).blueprint(model).tied_head
-            and file.args.get("untie_embeddings_and_output_weights") is False
-        )
+        is_tied = models.blueprint_of(model).tied_head and file.args.get("untie_embeddings_and_output_weights") is False
         if name == "output_layer.weight" and is_tied:  # Megatron Core's name for the last stage's copy
             name = "word_embeddings.weight"
         return NON_LAYER_TENSORS.get(name)

@@ -58,7 +58,7 @@ def fake_rank(backend: str, rank: int, world_size: int, local_rank: int = 0) -> 
 def dry_run(config: Config, rank: int, world_size: int, device: devices.Device | None = None) -> Iterator[Trainer]:
     """The Trainer of one rank on the meta device or on `device`. It reads neither data nor checkpoints."""
     device = device or devices.MetaDevice()
-    blueprint = models.family_of(config.model).blueprint(config.model)
+    blueprint = models.blueprint_of(config.model)
 
     def values(name: str) -> torch.Tensor:
         return torch.empty(blueprint.spec(name).shape, device=device.torch_device)

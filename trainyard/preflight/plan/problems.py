@@ -10,8 +10,8 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 from trainyard.data.loading.build import build_datasets
 from trainyard.devices.base import Device
+from trainyard.families import blueprint_of
 from trainyard.formats.hf import check_hf_export
-from trainyard.models import family_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import PlanProblem, group_problems
 from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
@@ -55,7 +55,7 @@ def _memory_problems(plan: Plan, fixes: list[ConfigChange]) -> Iterator[PlanProb
 def checkpoint_bytes(config: Config) -> int:
     """Size of one checkpoint, over all ranks: master weights and two moments."""
     per_weight = 8 + (2 if config.precision.kind == "bf16_sr" else 4)
-    return family_of(config.model).blueprint(config.model).parameter_count() * per_weight
+    return blueprint_of(config.model).parameter_count() * per_weight
 
 
 def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:

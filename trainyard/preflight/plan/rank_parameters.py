@@ -7,7 +7,7 @@ from trainyard.config.schema import Config
 from trainyard.core.splits import ModelShard
 from trainyard.core.user_code import is_user_path
 from trainyard.families.blueprint import Blueprint, ParamSpec
-from trainyard.models import ModelConfig, family_of
+from trainyard.models import ModelConfig, blueprint_of
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import StageSpec
 from trainyard.preflight.plan.layer_kinds import first_alike
@@ -56,7 +56,7 @@ def rank_flat_buffer(config: Config, params: dict[str, LocalParam], data_ranks: 
 @cache
 def local_params_by_stage(model: ModelConfig, shard: ModelShard) -> dict[str | int, list[LocalParam]]:
     """Parameters outside the blocks by `ParamSpec.pipeline_stage`, those of blocks by the first layer of each kind."""
-    blueprint = family_of(model).blueprint(model)
+    blueprint = blueprint_of(model)
     params: dict[str | int, list[LocalParam]] = {"first": [], "last": [], "both": []}
     for spec in blueprint.specs:
         if spec.pipeline_stage != "block":

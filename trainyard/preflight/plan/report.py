@@ -9,7 +9,7 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.families.flops import flops_per_sample
-from trainyard.models import family_of
+from trainyard.models import blueprint_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import config_as_run
 from trainyard.preflight.plan.hardware.spec import Hardware
@@ -64,7 +64,7 @@ class RunCost:
 def estimate_cost(config: Config, hardware: Hardware, seconds: float, price_per_hour: float | None) -> RunCost:
     """The cost of a run whose steps take `seconds`. `price_per_hour` overrides the price in the catalog."""
     speed = config.train.global_batch / seconds
-    blueprint = family_of(config.model).blueprint(config.model)
+    blueprint = blueprint_of(config.model)
     flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
     peak = hardware.peak_flops(config.precision.compute_dtype) * hardware.ranks
     hours = seconds * config.train.steps / HOUR_S

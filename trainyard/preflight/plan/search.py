@@ -14,7 +14,7 @@ from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import format_value
-from trainyard.models import family_of
+from trainyard.models import blueprint_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import config_as_run, group_problems
 from trainyard.preflight.plan.hardware.spec import Hardware
@@ -159,7 +159,7 @@ def _memory_lower_bound(
     shards = dp * cp
     state = 8 + (4 if precision.kind != "bf16_sr" else 0)  # moments and master weights
     per_weight = (compute + gradients) / (shards if zero >= 2 else 1) + state / (shards if zero else 1)
-    blueprint = family_of(model).blueprint(model)
+    blueprint = blueprint_of(model)
     experts = blueprint.parameter_count(lambda spec: bool(spec.experts)) / (tp * pp)
     weights = blueprint.parameter_count() / (tp * pp) - experts
     if ep > 1:  # each rank has fewer experts, which fewer ranks shard

@@ -198,7 +198,7 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
     if device.fork_safe:
         compat.probe_cpu_isa()
     mode = fake_tensor_mode()
-    blueprint = models.family_of(config.model).blueprint(config.model)
+    blueprint = models.blueprint_of(config.model)
     with fake_rank(device.process_group_backend, request.rank, request.world_size, request.local_rank) as world:
         with mode:
             trainer = Trainer(

@@ -9,7 +9,7 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.models import family_of
+from trainyard.models import blueprint_of
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.remote.storage import LocalStorage
@@ -85,6 +85,6 @@ def find_memory_checkpoint(config: Config, run_id: str, newer_than: int, mesh: M
 def _write_commit_file(directory: LocalStorage, manifest: dict[str, Any], sizes: dict[str, int]) -> None:
     saved = parse(manifest["config"])
     layout = Layout.from_config(saved, manifest["world_size"])
-    table = checkpoint.build_shard_table(family_of(saved.model).blueprint(saved.model), layout)
+    table = checkpoint.build_shard_table(blueprint_of(saved.model), layout)
     directory.mkdir()
     checkpoint.write_commit_file(directory, table, sizes, {**manifest, "model_files": {}})

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
-from trainyard.families import family_of
+from trainyard.families import blueprint_of
 
 PLAIN_WIDTH = 200
 """Columns without a terminal."""
@@ -39,7 +39,7 @@ def recipes() -> None:
 
 def _recipe_row(name: str) -> tuple[str, ...]:
     config = load(name)
-    weights = family_of(config.model).blueprint(config.model).parameter_count()
+    weights = blueprint_of(config.model).parameter_count()
     size = f"{weights / 1e9:.2f}B" if weights > 1e9 else f"{weights / 1e6:.1f}M"
     axes = {key: getattr(config.layout, key) for key in ("tp", "pp", "cp", "zero")}
     layout = " ".join(f"{key}{value}" for key, value in axes.items() if value > (key != "zero")) or "-"

@@ -22,7 +22,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
 from trainyard.evaluate.eval_config import config_of_run, evaluation_config, keys_of_run, notes_of_run
-from trainyard.families import family_of
+from trainyard.families import blueprint_of
 from trainyard.families.hf_config import from_hf
 from trainyard.formats.convert import parse_layout
 from trainyard.formats.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
@@ -174,7 +174,7 @@ def print_header(
     for note in notes:
         print_line(console, f"note: {note}")
     model, ranks = config.model, f"; {world.size} ranks" if world.size > 1 else ""
-    weights = f"{model.family} with {family_of(model).blueprint(model).parameter_count():,} weights"
+    weights = f"{model.family} with {blueprint_of(model).parameter_count():,} weights"
     print_line(console, f"{name}: {FORMAT_DESCRIPTIONS[opened.format]}, {weights}; {config.precision.kind}{ranks}")
 
 

@@ -122,7 +122,7 @@ def _facts(source: str, opened: OpenedCheckpoint, location: HubLocation, with_pl
             rows = [ComparisonRow(row["name"], row["predicted"], row["measured"]) for row in compared]
         except UserError as error:
             print(f"note: the card has no plan: {error}")
-    count = models.family_of(weights.model).blueprint(weights.model).parameter_count()
+    count = models.blueprint_of(weights.model).parameter_count()
     return CardFacts(location.repo.rpartition("/")[2], weights.model, count, config, step, samples, run, rows)
 
 

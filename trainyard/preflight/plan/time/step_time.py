@@ -17,7 +17,7 @@ from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.splits import ModelShard
 from trainyard.families.blueprint import Blueprint
-from trainyard.models import ModelConfig, family_of
+from trainyard.models import ModelConfig, blueprint_of, family_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware
 from trainyard.preflight.plan.layer_kinds import first_alike, traced_alike
@@ -197,7 +197,7 @@ def _pipeline_rank_time(
 
 @cache
 def _blueprint(model: ModelConfig) -> Blueprint:
-    return family_of(model).blueprint(model)
+    return blueprint_of(model)
 
 
 def local_weight_count(config: Config, layout: Layout, pp: int, sharded: bool = False) -> int:
