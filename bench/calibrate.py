@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from published_runs import H200_RUNS, TRN1_RUNS, PublishedRun
 
+from trainyard.devices.kind import Efficiency
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.time.step_time import Efficiency, predict_step
+from trainyard.preflight.plan.time.step_time import predict_step
 
 RUN_SETS = {"trn1": TRN1_RUNS, "h200": H200_RUNS}
 FITTED_CONSTANTS = {

@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainyard import Trainer
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
+from trainyard.devices import DEVICES
 from trainyard.launch.launcher import reserved_port
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory.peak import estimate_memory
@@ -265,7 +266,7 @@ def print_case(where: str, case: str, found: dict[str, Any]) -> None:
     config, layout = make_config(where, case)
     places = found.get("places") or {"0": [found["memory_bytes"]]}
     for pp, peaks in sorted(places.items()):
-        plan = estimate_memory(config, layout, int(pp), where)
+        plan = estimate_memory(config, layout, int(pp), DEVICES.find("cuda" if where == "gpu" else where))
         allocated = plan.total - plan.fragmentation
         name = case if len(places) == 1 else f"{case}, stage {pp}"
         ends = sorted({peaks[0], peaks[-1]})

@@ -106,6 +106,8 @@ API_PAGES: dict[str, tuple[str, str, tuple[Any, ...]]] = {
             trainyard.Logger,
             trainyard.Dataset,
             trainyard.DataSource,
+            trainyard.Device,
+            trainyard.DeviceKind,
             trainyard.Loss,
             trainyard.UpdateRule,
         ),

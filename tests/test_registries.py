@@ -1,6 +1,6 @@
 """One of each thing that one may add, from an installed package: an update rule, a loss, a data source, a wrapper
-around linear layers, a logger, a command and hardware. They train, plan, resume and inspect without a line about them
-in the package."""
+around linear layers, a logger, a device, a command and hardware. They train, plan, resume and inspect without a line
+about them in the package."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import configs
-from trainyard import Config, Trainer
+from trainyard import Config, Trainer, devices
 from trainyard.config.load import parse
 from trainyard.config.registries import SOURCES, UPDATE_RULES
 from trainyard.core.errors import UserError
@@ -24,6 +24,8 @@ from trainyard.families.family import LOSSES
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import parse_hardware, read_catalog
 from trainyard.preflight.plan.memory.optimizer_state import OptimizerMemory
+from trainyard.preflight.plan.problems import find_problems
+from trainyard.preflight.plan.report import make_plan
 from trainyard.preflight.plan.time.comm_volume import step_messages
 from trainyard.prepare.inspect import InspectOptions, inspect_path
 
@@ -39,16 +41,22 @@ counts = parts:COUNTS
 notebook = parts:Notebook
 [trainyard.linear_wrappers]
 scale = tests.support.scaled_linear:WRAPPER
+[trainyard.devices]
+abacus = parts:ABACUS
 [trainyard.commands]
 greet = greeting:greet
 """
 PARTS = '''
+import os
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from pydantic import Field
 
-from trainyard import DataSource, Logger, Loss, UpdateRule
+from trainyard import DataSource, DeviceKind, Logger, Loss, UpdateRule
 from trainyard.core.section import Section
+from trainyard.devices.cpu import CpuDevice
 from trainyard.prepare.inspect import InspectReport
 from trainyard.train.loss import count_labels
 
@@ -149,6 +157,35 @@ class Notebook(Logger):
     def log(self, step, record):
         with self.file.open("a") as file:
             file.write(f"{step}\\n")
+
+
+ABACUS = DeviceKind(
+    module="parts:AbacusDevice",
+    max_logits_bytes=1 << 25,
+    label="an abacus",
+    aliases=("beads",),
+    attention_kernels=("wire",),
+    decomposes_attention=True,
+    has_grouped_gemm=False,
+    fragmentation=0.5,
+)
+
+
+class AbacusDevice(CpuDevice):
+    kind = ABACUS
+    attention = []
+
+    @classmethod
+    def unavailable_reason(cls):
+        return None if "ABACUS" in os.environ else "no abacus on this table"
+
+    def describe(self):
+        return "abacus, 10 rows"
+
+    @contextmanager
+    def sdpa_priority(self, preferred="auto"):
+        self.attention.append(preferred)
+        yield
 '''
 GREETING = '''
 from typing import Annotated
@@ -246,6 +283,10 @@ def test_update_rule_over_the_flat_state_trains_as_torch() -> None:
         (("data.source=counts",), "paths: missing; data.source=counts reads files"),
         (("log.loggers=notebok",), "nearest: notebook"),
         (("train.loss=smoth",), "nearest: smooth"),
+        (("device.name=abacos",), "not one of auto, cuda, neuron, xla, cpu, abacus, or module:NAME; nearest: abacus"),
+        (("device.name=Beads",), "nearest: abacus"),
+        (("device.name=abacus",), "device.name=abacus: no abacus on this table; available: cpu, auto"),
+        (("device.attention=wires",), "not one of auto, cudnn, flash, efficient, math, wire; nearest: wire"),
     ],
 )
 def test_mistakes_name_the_nearest(overrides: tuple[str, ...], error: str) -> None:
@@ -330,7 +371,40 @@ def test_hardware_is_one_entry(tmp_path: Path) -> None:
     assert (hardware.ranks, hardware.entry.bf16_flops) == (16, 2.25e15)
 
 
-@pytest.mark.parametrize("registry", [LOSSES, SOURCES, UPDATE_RULES])
+def test_device_trains_resumes_and_is_preferred_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.select("auto").describe().startswith("CPU")
+    monkeypatch.setenv("ABACUS", "10 rows")
+    assert devices.select("auto").describe() == "abacus, 10 rows"
+    keys = ("device.name=abacus", "device.attention=wire", "schedule.kind=constant")
+    whole = train(small(*keys, "checkpoint.every=2", "log.name=whole"))
+    assert whole == train(small("schedule.kind=constant", "log.name=cpu"))
+    record = json.loads(Path("runs/whole/metrics.jsonl").read_text().splitlines()[0])
+    assert record["device"] == "abacus, 10 rows"
+    assert set(type(devices.select("abacus")).attention) == {"wire"}  # type: ignore[attr-defined]
+    (checkpoint,) = tmp_path.glob("runs/whole/**/*2/")
+    assert train(small(*keys, f"checkpoint.resume={checkpoint}", "log.name=resumed")) == whole[2:]
+    path = ("device.name=parts:ABACUS", "device.attention=rod", "schedule.kind=constant", "log.name=path")
+    assert train(small(*path)) == whole
+
+
+def test_device_is_planned(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.yaml"
+    path.write_text("table: {like: h200, kind: abacus}\nother: {like: h200, kind: cpu}\n")
+    catalog = read_catalog(path)
+    config = small("layout.cp=2", "layout.cp_method=ring", f"checkpoint.directory={tmp_path}")
+    abacus, cpu = (make_plan(config, parse_hardware(f"{name}:2", catalog)) for name in ("table", "other"))
+    memory = abacus.stage_memory[0]
+    assert memory.fragmentation == (memory.total - memory.fragmentation) // 2
+    assert cpu.stage_memory[0].fragmentation == 0
+    assert abacus.step_time.components["matmul"] == pytest.approx(0.8 * cpu.step_time.components["matmul"])
+    assert (abacus.config.layout.cp_method, cpu.config.layout.cp_method) == ("all_gather", "ring")
+    assert "an abacus gathers keys and values instead" in find_problems(abacus, [])[0].message
+    path.write_text("table: {like: h200, kind: abakus}\n")
+    with pytest.raises(UserError, match=r"hardware.yaml: table.kind=abakus: not one of .*; nearest: abacus"):
+        read_catalog(path)
+
+
+@pytest.mark.parametrize("registry", [LOSSES, SOURCES, UPDATE_RULES, devices.DEVICES])
 def test_objects_of_another_class_are_refused(registry: Registry[object]) -> None:
     with pytest.raises(UserError, match=f"{registry.key}=parts:inspect_numbers: expected .* found a function"):
         registry.find("parts:inspect_numbers")

@@ -52,7 +52,7 @@ BUDGETS = {
     "core": 900,
     "dashboard": 1300,
     "data": 2650,
-    "devices": 1500,
+    "devices": 1600,
     "evaluate": 650,
     "families": 1250,
     "formats": 3250,
@@ -63,7 +63,7 @@ BUDGETS = {
     "metrics": 1600,
     "models": 1050,
     "parallel": 1450,
-    "preflight": 4250,
+    "preflight": 4200,
     "prepare": 2200,
     "remote": 2900,
     "run": 2650,
@@ -71,7 +71,7 @@ BUDGETS = {
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 16_350
+SPINE_BUDGET = 16_500
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from trainyard.config.schema import Config
     from trainyard.data.loading.dataset import Dataset
     from trainyard.data.source import DataSource
+    from trainyard.devices.base import Device
+    from trainyard.devices.kind import DeviceKind
     from trainyard.families.family import Family
     from trainyard.families.hf_config import from_hf
     from trainyard.families.linear_wrapper import LinearWrapper
@@ -28,6 +30,8 @@ __all__ = [
     "Config",
     "DataSource",
     "Dataset",
+    "Device",
+    "DeviceKind",
     "Family",
     "LinearWrapper",
     "Logger",
@@ -44,6 +48,8 @@ _EXPORTS = {
     "Callback": "trainyard.run.callbacks",
     "DataSource": "trainyard.data.source",
     "Dataset": "trainyard.data.loading.dataset",
+    "Device": "trainyard.devices.base",
+    "DeviceKind": "trainyard.devices.kind",
     "Family": "trainyard.families.family",
     "LinearWrapper": "trainyard.families.linear_wrapper",
     "Logger": "trainyard.metrics.loggers.base",

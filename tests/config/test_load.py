@@ -4,7 +4,7 @@ import copy
 import json
 import subprocess
 import sys
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from trainyard.config.recipes import recipe_names
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import schema_keys
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import load_object
 from trainyard.families.hf_config import to_hf
 
 ROOT = Path(__file__).parents[2]
@@ -358,10 +359,12 @@ def test_every_key_is_documented() -> None:
     assert sections == set(Config.model_fields) - {"base", "description", "hardware"}
 
 
-def test_device_names_without_torch_match_the_devices() -> None:
-    assert ("auto", *(device.name for device in devices.DEVICES)) == devices.DEVICE_NAMES
-    kernels = chain.from_iterable(device.attention_kernels for device in devices.DEVICES)
-    assert ("auto", *kernels) == devices.ATTENTION_KERNELS
+@pytest.mark.parametrize("name", devices.DEVICES.built_in)
+def test_devices_are_of_their_kind(name: str) -> None:
+    kind = devices.DEVICES.find(name)
+    device_class = load_object(kind.module, "a device")
+    assert device_class.kind == kind
+    assert device_class.name == name
 
 
 def test_config_command_imports_nothing_slow(tmp_path: Path) -> None:

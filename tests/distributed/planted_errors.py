@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -143,7 +144,7 @@ def _batches_shifted() -> Any:
 
 def _decomposed_attention() -> Any:
     """Not an error: attention in plain operators over gathered keys."""
-    return patch.object(CpuDevice, "decomposes_attention", True)
+    return patch.object(CpuDevice, "kind", replace(CpuDevice.kind, decomposes_attention=True))
 
 
 PLANTED_ERRORS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -94,7 +94,7 @@ def _trace(config: Config, model: models.TransformerStage, device: XlaDevice) ->
     stage_input = None if model.is_first else placeholder(hidden_shape, compute).requires_grad_()
     output = model(batch, stage_input)
     if model.is_last:
-        head_loss = make_head_loss(device.kernels(), None, None, device.max_logits_bytes)
+        head_loss = make_head_loss(device.kernels(), None, None, device.kind.max_logits_bytes)
         loss = make_loss(models.family_of(config.model).loss, head_loss)
         results = [total for total, _ in loss.terms(output, batch).values()]
         results[0].backward()

@@ -63,7 +63,7 @@ def micro_batch(rank: int) -> MessageCounts:
 
     def step(micro_batches: int) -> MessageCounts:
         config = with_micro_batches(micro_batches)
-        return step_messages(config, Layout.from_config(config, 8 * STAGE_RANKS), rank, XlaDevice.max_logits_bytes)
+        return step_messages(config, Layout.from_config(config, 8 * STAGE_RANKS), rank, XlaDevice.kind.max_logits_bytes)
 
     return Counter(step(9)) - Counter(step(8))
 

@@ -28,7 +28,7 @@ from trainyard.core.section import (
     validate_at,
 )
 from trainyard.core.user_code import is_user_path, nearest_name
-from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_ALIASES, DEVICE_NAMES
+from trainyard.devices.registry import DEVICES, all_devices, device_aliases
 from trainyard.families import ModelConfig, family_of, find_family
 from trainyard.families.family import LOSSES
 
@@ -232,8 +232,8 @@ class ProfileSection(Section):
 class DeviceSection(Section):
     """Device and kernels."""
 
-    name: str = "auto"
-    """Device; auto picks the best one of this machine."""
+    name: Annotated[str, NameOrPath("auto", registry=DEVICES, path="module:NAME", aliases=device_aliases)] = "auto"
+    """Device; auto picks the best one of this machine. Another one is a trainyard.DeviceKind."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch. Default: chosen by torch."""
     kernels: Literal["fused", "plain"] = "fused"
@@ -245,14 +245,14 @@ class DeviceSection(Section):
     deterministic: bool = False
     """Use only deterministic kernels (slower on a GPU; a CPU is always deterministic)."""
 
-    @field_validator("name", "attention")
+    @field_validator("attention")
     @classmethod
-    def _check_choice(cls, value: str, info: ValidationInfo) -> str:
-        choices = DEVICE_NAMES if info.field_name == "name" else ATTENTION_KERNELS
+    def _check_attention(cls, value: str, info: ValidationInfo) -> str:
+        if value == "auto" or is_user_path(info.data.get("name", "")):  # reading a configuration imports no user code
+            return value
+        choices = ("auto", *(kernel for kind in all_devices().values() for kernel in kind.attention_kernels))
         if value not in choices:
-            alias = DEVICE_ALIASES.get(value.lower()) if info.field_name == "name" else None
-            nearest = f"; nearest: {alias}" if alias else nearest_name(value, choices)
-            raise ValueError(f"not one of {', '.join(choices)}{nearest}")
+            raise ValueError(f"not one of {', '.join(choices)}{nearest_name(value, choices)}")
         return value
 
 

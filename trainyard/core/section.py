@@ -1,6 +1,7 @@
 """Base class and value types of all configuration sections, and helpers for error messages."""
 
 import re
+from collections.abc import Callable, Mapping
 from math import isqrt
 from typing import Annotated, Any, TypeVar
 
@@ -25,12 +26,18 @@ class NameOrPath:
     """Annotates a key that takes built-in names, or `module:name` of the user's code."""
 
     def __init__(
-        self, *names: str, registry: Registry[Any] | None = None, path: str = "module:function", example: str = ""
+        self,
+        *names: str,
+        registry: Registry[Any] | None = None,
+        path: str = "module:function",
+        example: str = "",
+        aliases: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """The built-in names are `names` or those of a registry. `path` is how documentation writes the values that
-        are not built in; `example` is one, for values that are close to no name."""
-        self.names = registry.built_in if registry else names
-        self.registry, self.path, self.example = registry, path, example
+        """The built-in names are `names` and those of a registry. `path` is how documentation writes the values that
+        are not built in; `example` is one, for values that are close to no name. `aliases` returns other words and the
+        names that they mean, for messages."""
+        self.own_names, self.names = names, (*names, *(registry.built_in if registry else ()))
+        self.registry, self.path, self.example, self.aliases = registry, path, example, aliases
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
@@ -38,9 +45,12 @@ class NameOrPath:
     def check(self, value: str) -> str:
         if value in self.names or re.fullmatch(USER_PATH, value):
             return value
-        names = self.registry.names() if self.registry else self.names
+        names = (*self.own_names, *self.registry.names()) if self.registry else self.names
         if value not in names:
-            nearest = nearest_name(value, names) or (f"; nearest: {self.example}" if self.example else "")
+            meant = self.aliases().get(value.lower())  # gpu is close to cpu, and means another device
+            nearest = "" if meant else nearest_name(value, names)
+            meant = meant or self.example
+            nearest = nearest or (f"; nearest: {meant}" if meant else "")
             raise ValueError(f"not one of {', '.join(names)}, or {self.path}{nearest}")
         return value
 

@@ -1,26 +1,20 @@
-"""One small file per device; no other package names a device.
+"""Devices: no other package names one. `builtin` has a file per device, which needs no torch.
 
-Exports load on first use, so that importing devices.names (to check a config) does not import torch.
+Exports that need torch load on first use, so that checking a config does not import it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_NAMES
+from trainyard.devices.registry import DEVICES, select
 
 if TYPE_CHECKING:
     from trainyard.devices.base import CompileOptions, Device, PeakThroughput
     from trainyard.devices.meta import MetaDevice, as_fake
-    from trainyard.devices.registry import DEVICES, select
 
 _EXPORTS = {
-    "DEVICES": "registry",
-    "CompileOptions": "base",
-    "Device": "base",
-    "MetaDevice": "meta",
-    "PeakThroughput": "base",
-    "as_fake": "meta",
-    "select": "registry",
+    **dict.fromkeys(("CompileOptions", "Device", "PeakThroughput"), "base"),
+    **dict.fromkeys(("MetaDevice", "as_fake"), "meta"),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from trainyard.core.world import ONE_RANK, World
+from trainyard.devices.kind import DeviceKind
 from trainyard.devices.stopwatch import HostStopwatch, Stopwatch
 from trainyard.kernels.reference import Kernels
 
@@ -64,26 +65,17 @@ class DeviceCollectives(Protocol):
 
 
 class Device(ABC):
-    """One kind of device: what it is, what it supports, and how to move data to and from it."""
+    """A device of one kind: what it is, what it supports, and how to move data to and from it."""
 
+    kind: DeviceKind
     name: str
+    """torch's name for it."""
     process_group_backend: str
     """Backend name for torch.distributed."""
     carries_objects = True
     """False if pickled objects need a group of the host (gloo): the backend traces its tensors, or casts their bits."""
     synchronous: bool
     """True if work is complete when a call returns (there is no queue)."""
-    max_logits_bytes: int
-    """Size of the fp32 logits that the loss materializes at a time: large enough for efficient GEMMs."""
-    attention_kernels: tuple[str, ...] = ()
-    """Attention kernels that `device.attention` can select."""
-    memory_model = "cpu"
-    """Memory model for `plan`: a name in preflight/plan/memory/device_kinds.py."""
-    has_grouped_gemm = True
-    """A grouped GEMM (groups of rows with a matrix of their own), for mixtures of experts."""
-    decomposes_attention = False
-    """True if attention across ranks or within documents uses plain operations on gathered keys and values, which the
-    device's compiler traces like everything else. All ranks then have the same graph."""
     fork_safe = False
     """True if a process may fork after using tensors of this device, and the child may compile for it."""
     has_precompile_tool = False
@@ -205,7 +197,7 @@ class Device(ABC):
 
     @contextmanager
     def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
-        """Let torch try attention kernels in order of speed, or the `preferred` one of `attention_kernels` first."""
+        """Let torch try attention kernels in order of speed, or the `preferred` one of its kind first."""
         yield
 
     def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:

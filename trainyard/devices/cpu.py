@@ -13,17 +13,17 @@ from trainyard import compat
 from trainyard.core.quantities import counted
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import Device, PeakThroughput
+from trainyard.devices.builtin.cpu import DEVICE
 from trainyard.kernels import bf16_cpu
 from trainyard.kernels.cpu_decode import CpuDecodeKernels
 from trainyard.kernels.reference import Kernels
 
 
 class CpuDevice(Device):
+    kind = DEVICE
     name = "cpu"
     process_group_backend = "gloo"
     synchronous = True
-    max_logits_bytes = 1 << 25  # a larger buffer would come from fresh pages at every step
-
     fork_safe = True
 
     @classmethod

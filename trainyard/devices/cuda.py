@@ -18,18 +18,9 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import PeakThroughput, StreamDevice
+from trainyard.devices.builtin.cuda import DATA_SHEET_FLOPS, DEVICE
 from trainyard.devices.stopwatch import EventStopwatch
 from trainyard.kernels.reference import Kernels
-
-DATA_SHEET_FLOPS = {
-    "H200": (989e12, 67e12),
-    "H100": (989e12, 67e12),
-    "A100": (312e12, 19.5e12),
-    "L40S": (362e12, 91.6e12),
-    "L4": (121e12, 30.3e12),
-}
-"""Dense bf16 and fp32 FLOP/s from the vendor's data sheets (SXM parts), by part of the device name. fp32 is the rate
-without tensor cores, because precision.kind=fp32 multiplies in true fp32."""
 
 SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -37,7 +28,7 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""In order of speed."""
+"""By `DeviceKind.attention_kernels`."""
 
 RECORDER_FILES = {
     ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): "rank_",
@@ -75,12 +66,10 @@ def device_index(local_rank: int, visible: int, environ: Mapping[str, str]) -> i
 
 
 class CudaDevice(StreamDevice):
+    kind = DEVICE
     name = "cuda"
     process_group_backend = "nccl"
     package = torch.cuda
-    max_logits_bytes = 1 << 30  # fewer tokens at a time would read and write the gradient of the weight more often
-    attention_kernels = tuple(SDPA_BACKENDS)
-    memory_model = "gpu"
     device_index_in_code = True
     supports_graphs = True
 
@@ -160,7 +149,8 @@ class CudaDevice(StreamDevice):
     @contextmanager
     def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
         # A kernel selected by name competes only with the fallback that accepts every input.
-        order = list(SDPA_BACKENDS.values()) if preferred == "auto" else [SDPA_BACKENDS[preferred], SDPBackend.MATH]
+        names = self.kind.attention_kernels if preferred == "auto" else (preferred, "math")
+        order = [SDPA_BACKENDS[name] for name in names]
         with sdpa_kernel(order, set_priority=True):
             yield
 

@@ -22,7 +22,7 @@ class ContextAxis:
         self.size, self.rank = self.group.size, self.group.rank
         self.method: CpMethod = method
         self.decomposes_attention = decomposes_attention
-        """Keys are gathered and attention runs as plain operators (`Device.decomposes_attention`), without `attend`."""
+        """Keys are gathered and attention uses plain operators (`DeviceKind.decomposes_attention`), not `attend`."""
 
     def token_positions(self, tokens: int, rank: Tensor) -> Tensor:
         """Global positions [T] of this rank's tokens, int32; `rank` is a tensor to keep it out of the graph."""

@@ -66,7 +66,7 @@ def build_loss(
         return UserLoss(function)
     fp8 = fp8_layers(config)
     head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
-    head_loss = make_head_loss(context.kernels, compile_fn, head_recipe, context.device.max_logits_bytes)
+    head_loss = make_head_loss(context.kernels, compile_fn, head_recipe, context.device.kind.max_logits_bytes)
     return make_loss(named, head_loss)
 
 
@@ -118,8 +118,8 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
 def build_stages(config: Config, context: RankContext) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
     device, mesh = context.device, context.mesh
-    method, decomposed, layout = config.layout.cp_method, device.decomposes_attention, mesh.layout
-    if not (config.model.has_static_shapes or device.has_grouped_gemm):
+    method, decomposed, layout = config.layout.cp_method, device.kind.decomposes_attention, mesh.layout
+    if not (config.model.has_static_shapes or device.kind.has_grouped_gemm):
         raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
     if decomposed and method == "ring" and layout.cp > 1:
         logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
@@ -135,7 +135,7 @@ def build_stages(config: Config, context: RankContext) -> list[models.Transforme
     ]
     for model in stages:
         model.max_seq_len = config.data.seq_len
-        model.configure_experts(config.train.global_batch, device.has_grouped_gemm)
+        model.configure_experts(config.train.global_batch, device.kind.has_grouped_gemm)
     return stages
 
 

@@ -1,5 +1,6 @@
 """Exact peak memory of a dry run: storage by storage, for torch's operations one by one, at any size."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +42,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
 def exact_peak(config: Config, rank: int, ranks: int) -> int:
     """Peak bytes of the second step, with the chunks of logits that Trainium has."""
     mode, device = LiveMode(), MetaDevice()
-    device.max_logits_bytes = NeuronDevice.max_logits_bytes
+    device.kind = replace(device.kind, max_logits_bytes=NeuronDevice.kind.max_logits_bytes)
     with (
         patch.object(F, "scaled_dot_product_attention", flash_attention),
         patch.object(compat, "select_attention_kernel", lambda *_: FLASH),

@@ -7,8 +7,10 @@ import pytest
 from calibrate import FITTED_CONSTANTS, RUN_SETS, fit_efficiency, leave_one_out, predicted_speed
 from published_runs import H200_RUNS, TRN1_RUNS, PublishedRun
 
+from trainyard.devices import DEVICES
+from trainyard.devices.kind import Efficiency
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.time.step_time import FITTED_EFFICIENCY, Efficiency, predict_step
+from trainyard.preflight.plan.time.step_time import predict_step
 
 
 def test_published_trn1_runs_are_predicted_within_12_percent_in_the_median() -> None:
@@ -55,11 +57,11 @@ def test_constants_are_few_and_at_most_one() -> None:
         assert all(0 < value <= 1 for value in fit_efficiency(name))
 
 
-@pytest.mark.parametrize(("set_name", "key"), [("trn1", "trn1"), ("h200", "gpu")])
-def test_plans_use_the_fitted_constants(set_name: str, key: str) -> None:
+@pytest.mark.parametrize(("set_name", "device"), [("trn1", "xla"), ("h200", "cuda")])
+def test_plans_use_the_fitted_constants(set_name: str, device: str) -> None:
     fitted = fit_efficiency(set_name)
     for name in (name for group in FITTED_CONSTANTS[set_name] for name in group):
-        assert getattr(FITTED_EFFICIENCY[key], name) == pytest.approx(getattr(fitted, name), abs=0.006)
+        assert getattr(DEVICES.find(device).efficiency, name) == pytest.approx(getattr(fitted, name), abs=0.006)
 
 
 def test_a_held_out_run_does_not_affect_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +81,6 @@ def test_no_run_is_faster_than_its_peak_rates(run: PublishedRun) -> None:
 def test_the_components_of_a_step_add_up(run: PublishedRun) -> None:
     config = run.config()
     layout = Layout.from_config(config, run.hardware.ranks)
-    step_time = predict_step(config, layout, run.hardware, FITTED_EFFICIENCY["trn1"])
+    step_time = predict_step(config, layout, run.hardware, DEVICES.find("xla").efficiency)
     assert sum(step_time.components.values()) == pytest.approx(step_time.seconds)
     assert min(step_time.components.values()) >= 0

@@ -125,7 +125,7 @@ def traced(recipe: str, rank: int, micro_batches: int | None, *overrides: str) -
 def planned(config: Config, rank: int) -> MessageCounts:
     """Planned messages of the first step: those of every step, and the vote of neighboring stages."""
     layout = layout_of(config)
-    counts = step_messages(config, layout, rank, CpuDevice.max_logits_bytes)
+    counts = step_messages(config, layout, rank, CpuDevice.kind.max_logits_bytes)
     pp = layout.coords(rank)["pp"]
     for stage in layout.stages_on(pp):
         neighbors = (stage.index - 1,) * (not stage.is_first) + (stage.index + 1,) * (not stage.is_last)

@@ -9,6 +9,7 @@ from tests.support.forkserver import ForkServer
 from trainyard.config.schema import Config
 from trainyard.core.constants import MIB
 from trainyard.core.errors import UserError
+from trainyard.devices import DEVICES
 from trainyard.devices.cpu import CpuDevice
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory.peak import estimate_memory
@@ -32,7 +33,7 @@ def make_case(**train: object) -> tuple[Config, Layout, int]:
     section = {"micro_batch": 8, "global_batch": 8, **train}
     config = configs.tiny_config(model, data={"seq_len": 512}, train=section)
     layout = Layout.from_config(config, 1)
-    return config, layout, estimate_memory(config, layout, 0, "cpu").total
+    return config, layout, estimate_memory(config, layout, 0, CpuDevice.kind).total
 
 
 def warnings(config: Config, layout: Layout, available: float | None) -> list[str]:
@@ -61,7 +62,7 @@ def test_run_that_cannot_fit_is_refused_with_a_fix_that_fits() -> None:
         warnings(config, layout, needed / 1.31)
     overrides = str(caught.value).rpartition("nearest: ")[2].split(" (")[0].split()
     fixed = with_overrides(config, overrides)
-    assert estimate_memory(fixed, layout, 0, "cpu").total <= 0.95 * needed / 1.31
+    assert estimate_memory(fixed, layout, 0, CpuDevice.kind).total <= 0.95 * needed / 1.31
     with pytest.raises(UserError, match="no single change makes it fit"):
         warnings(config, layout, MIB)
 
@@ -72,7 +73,7 @@ def test_run_on_packed_files_is_not_refused(source: str) -> None:
     config = configs.tiny_config("bert", data={"source": source, "paths": ["a.hdf5"] if source == "hdf5" else []})
     lines: list[str] = []
     device = DeviceWithMemory(MIB)
-    device.memory_model = "gpu"
+    device.kind = DEVICES.find("cuda")
     if source == "synthetic":
         with pytest.raises(UserError, match="memory: "):
             check_fits(config, Layout.from_config(config, 1), device, lines.append)

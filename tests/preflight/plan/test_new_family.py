@@ -13,6 +13,7 @@ from tests.preflight.plan.exact_peak import exact_peak
 from tests.preflight.plan.test_memory import SHAPE, TOLERANCE, allocated
 from trainyard.config.load import load
 from trainyard.config.schema import Config
+from trainyard.devices.builtin.neuron import DEVICE as TRAINIUM
 from trainyard.devices.cpu import CpuDevice
 from trainyard.families import Blueprint, ParamSpec, find_family
 from trainyard.families.builtin.llama import LlamaConfig
@@ -80,11 +81,11 @@ def make_config(*overrides: str) -> Config:
 def test_memory_equals_exact_peak_of_a_dry_run(layout: str) -> None:
     config = make_config(*layout.split())
     ranks = 2 if "tp" in layout else 1
-    estimate = allocated(config, Layout.from_config(config, ranks), 0, "trainium")
+    estimate = allocated(config, Layout.from_config(config, ranks), 0, TRAINIUM)
     assert estimate == pytest.approx(exact_peak(config, 0, ranks), rel=TOLERANCE)
     plain = load("tiny-llama", [*SHAPE.split(), *layout.split()])
     if "recompute" not in layout:  # the new norms keep activations
-        assert estimate > 1.02 * allocated(plain, Layout.from_config(plain, ranks), 0, "trainium")
+        assert estimate > 1.02 * allocated(plain, Layout.from_config(plain, ranks), 0, TRAINIUM)
 
 
 @pytest.mark.parametrize("hardware", ["trn1.32xlarge:1", "h200:2"])
@@ -130,7 +131,7 @@ def test_memory_of_layers_of_several_kinds_equals_exact_peak(ranks: int, layout:
     config = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), *layout.split()])
     sizes = Layout.from_config(config, ranks)
     for pp in range(sizes.pp):
-        estimate = allocated(config, sizes, pp, "trainium")
+        estimate = allocated(config, sizes, pp, TRAINIUM)
         assert estimate == pytest.approx(exact_peak(config, pp, ranks), rel=0.01)
 
 

@@ -12,7 +12,7 @@ from trainyard.preflight.plan.hardware.spec import parse_hardware
 from trainyard.preflight.plan.memory.peak import estimate_memory
 from trainyard.preflight.plan.report import with_overrides
 from trainyard.preflight.plan.search import search_layouts
-from trainyard.preflight.plan.time.step_time import fitted_efficiency, predict_step
+from trainyard.preflight.plan.time.step_time import predict_step
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_search_results_are_valid_and_fit(recipe: str, hardware_name: str) -> No
         config = with_overrides(file, ranked.overrides(file))  # as a user would paste them
         layout = Layout.from_config(config, hardware.ranks)
         assert config.layout.model_dump() == ranked.config.layout.model_dump()
-        step_time = predict_step(config, layout, hardware, fitted_efficiency(hardware))
+        step_time = predict_step(config, layout, hardware, hardware.entry.kind.efficiency)
         assert step_time.seconds == pytest.approx(ranked.seconds)
         memories = [estimate_memory(config, layout, pp, hardware.entry.kind) for pp in range(layout.pp)]
         assert max(memory.total for memory in memories) <= hardware.memory
@@ -53,7 +53,7 @@ def test_time_of_a_search_does_not_grow_with_the_number_of_shards() -> None:
     config = load("llama3-70b", ["train.global_batch=10240", "layout.zero=3", "layout.pp=1", "layout.tp=8"])
     layout = Layout.from_config(config, hardware.ranks)
     start = time.process_time()
-    predict_step(config, layout, hardware, fitted_efficiency(hardware))
+    predict_step(config, layout, hardware, hardware.entry.kind.efficiency)
     assert group_problems(layout, hardware) == []
     with pytest.raises(UserError, match="nearest on 10240 ranks"):
         Layout.from_config(with_overrides(config, ["layout.tp=3"]), hardware.ranks)

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from trainyard.config.load import load
+from trainyard.devices import DEVICES
+from trainyard.devices.kind import Efficiency
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware, parse_hardware
 from trainyard.preflight.plan.time.comm_volume import Message
-from trainyard.preflight.plan.time.step_time import Efficiency, StepTime, fitted_efficiency, message_time, predict_step
+from trainyard.preflight.plan.time.step_time import StepTime, message_time, predict_step
 
 HARDWARE = parse_hardware("trn1.32xlarge:16")
 LAYOUTS = {
@@ -26,7 +28,7 @@ LAYOUTS = {
 def predicted(*overrides: str, efficiency: Efficiency | None = None) -> StepTime:
     config = load("llama3-70b", overrides)
     layout = Layout.from_config(config, HARDWARE.ranks)
-    return predict_step(config, layout, HARDWARE, efficiency or fitted_efficiency(HARDWARE))
+    return predict_step(config, layout, HARDWARE, efficiency or HARDWARE.entry.kind.efficiency)
 
 
 def seconds(*overrides: str, efficiency: Efficiency | None = None) -> float:
@@ -37,7 +39,7 @@ def seconds(*overrides: str, efficiency: Efficiency | None = None) -> float:
 @given(st.sampled_from(Efficiency._fields), st.floats(0.1, 0.9))
 @examples(20)
 def test_higher_efficiency_never_makes_a_step_longer(overrides: list[str], resource: str, value: float) -> None:
-    worse, better = (fitted_efficiency(HARDWARE)._replace(**{resource: share}) for share in (value, 1.0))
+    worse, better = (HARDWARE.entry.kind.efficiency._replace(**{resource: share}) for share in (value, 1.0))
     assert seconds(*overrides, efficiency=better) <= seconds(*overrides, efficiency=worse) * (1 + 1e-9)
 
 
@@ -86,7 +88,7 @@ def test_gpus_overlap_data_parallel_messages_and_trainium_does_not() -> None:
     """On GPUs gradients are reduced during the last backward pass."""
     config = load("llama2-7b", ["layout.tp=1", "layout.sequence_parallel=false", "train.global_batch=64"])
     gpus = parse_hardware("h200:8")
-    layout, efficiency = Layout.from_config(config, 8), fitted_efficiency(gpus)
-    trainium = Hardware("trainium", replace(gpus.entry, kind="trainium"), 8)
+    layout, efficiency = Layout.from_config(config, 8), gpus.entry.kind.efficiency
+    trainium = Hardware("trainium", replace(gpus.entry, kind=DEVICES.find("neuron")), 8)
     assert predict_step(config, layout, gpus, efficiency).overlapped["dp"] > 0
     assert predict_step(config, layout, trainium, efficiency).overlapped["dp"] == 0

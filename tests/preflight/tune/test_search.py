@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.configs import tiny_config
-from trainyard import devices
 from trainyard.core.errors import UserError
+from trainyard.devices import DEVICES
 from trainyard.devices.cpu import CpuDevice
 from trainyard.preflight.tune.search import TuneSearch, run_search, trial_timeout
 from trainyard.preflight.tune.search_space import (
@@ -260,7 +260,7 @@ def test_speedups_within_noise_are_ignored() -> None:
 def test_other_attention_kernels_come_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     space = make_space()
     assert space.other_attention_kernels() == []
-    monkeypatch.setattr(CpuDevice, "attention_kernels", ("one", "two", "three"))
+    monkeypatch.setattr(CpuDevice, "kind", replace(CpuDevice.kind, attention_kernels=("one", "two", "three")))
     for own, others in (("auto", ["two", "three"]), ("three", ["auto", "two"]), ("one", ["auto", "two", "three"])):
         space.initial_choice[KEY_ATTENTION] = own
         assert space.other_attention_kernels() == others
@@ -268,8 +268,8 @@ def test_other_attention_kernels_come_from_the_device(monkeypatch: pytest.Monkey
 
 def test_fastest_attention_kernel_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """With names that the schema accepts, on a device that lists them."""
-    names = devices.ATTENTION_KERNELS[1:]
-    monkeypatch.setattr(CpuDevice, "attention_kernels", names)
+    names = DEVICES.find("cuda").attention_kernels
+    monkeypatch.setattr(CpuDevice, "kind", replace(CpuDevice.kind, attention_kernels=names))
     machine = Machine(memory=1e9)
     search = TuneSearch(make_space(fixed={KEY_COMPILE, KEY_MICRO_BATCH}))
     speed = {"auto": 1.0, names[1]: 1.1, names[2]: 1.3}

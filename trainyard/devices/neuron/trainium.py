@@ -9,6 +9,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.devices.base import Device, PeakThroughput
+from trainyard.devices.builtin.neuron import DEVICE
 from trainyard.devices.meta import MetaDevice
 from trainyard.devices.neuron.environment import PROCESS_START_ENV, check_precision, merge_env, resolve_lnc
 from trainyard.devices.neuron.topology import (
@@ -25,10 +26,7 @@ from trainyard.devices.neuron.topology import (
 class TrainiumTopology(Device):
     """What holds for a Trainium with or without memory: above all the rank order and the groups of the chip."""
 
-    max_logits_bytes = 1 << 28
-    decomposes_attention = True
-    has_grouped_gemm = False
-
+    kind = DEVICE
     generation: str | None
     """trn1, trn2 or trn3; None on another device, without rules."""
     lnc: int
@@ -45,7 +43,6 @@ class TrainiumTopology(Device):
 class TrainiumDevice(TrainiumTopology):
     synchronous = False
     carries_objects = False  # the chip has 32-bit integers, and XLA would compile a graph for each size
-    memory_model = "trainium"
 
     def __init__(self, instance: TrainiumInstance | None = None) -> None:
         self.instance = instance or detect_instance()

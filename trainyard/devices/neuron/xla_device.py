@@ -18,6 +18,7 @@ from trainyard import compat
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import HostCopy
+from trainyard.devices.builtin.xla import DEVICE
 from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.compile_cache import cache_location
 from trainyard.devices.neuron.environment import CORES_VARIABLE, merge_env, xla_environment
@@ -67,6 +68,7 @@ class XlaCollectives:
 
 
 class XlaDevice(TrainiumDevice):
+    kind = DEVICE
     name = "xla"
     process_group_backend = "xla"
     has_precompile_tool = True

@@ -63,7 +63,7 @@ def compare_with_measured(plan: Plan, directory: Path) -> list[ComparisonRow]:
         return float(median(record[name] for record in steady))
 
     cost = plan.cost
-    memory_name = "memory, GiB" + " (with Python)" * (plan.hardware.entry.kind == "cpu")
+    memory_name = "memory, GiB" + " (with Python)" * (plan.hardware.entry.kind.is_host)
     memory = max(record["memory_bytes"] for record in records)
     rows = [
         ComparisonRow("ms per step", plan.step_time.seconds * 1000, measured("ms_per_iteration")),

@@ -30,16 +30,16 @@ class PlanProblem:
 def config_as_run(config: Config, hardware: Hardware) -> Config:
     """The configuration as the hardware runs it: Trainium gathers keys and values instead of passing them around a
     ring, whose graph would depend on the rank."""
-    if hardware.entry.kind != "trainium" or config.layout.cp == 1 or config.layout.cp_method != "ring":
+    if not hardware.entry.kind.decomposes_attention or config.layout.cp == 1 or config.layout.cp_method != "ring":
         return config
     return config.model_copy(update={"layout": config.layout.model_copy(update={"cp_method": "all_gather"})})
 
 
 def group_problems(layout: Layout, hardware: Hardware) -> list[PlanProblem]:
     """One problem for each unsupported kind of group; fatal if the runtime refuses it, not if users report it."""
-    if hardware.entry.kind != "trainium":
-        return []
     generation = hardware.entry.generation
+    if not generation:
+        return []
     try:
         order = rank_order(generation, hardware.lnc, layout.tp, layout.world_size)
     except UserError as error:

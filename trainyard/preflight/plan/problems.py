@@ -10,11 +10,11 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 from trainyard.data.loading.build import build_datasets
 from trainyard.devices.base import Device
+from trainyard.devices.kind import DeviceKind
 from trainyard.families import blueprint_of
 from trainyard.formats.hf import check_hf_export
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import PlanProblem, group_problems
-from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
 from trainyard.preflight.plan.memory.pass_memory import RankSizes
 from trainyard.preflight.plan.report import MEMORY_FILL_LIMIT, ConfigChange, Plan, max_rank_memory, single_key_variants
 from trainyard.remote.storage import open_storage
@@ -26,12 +26,12 @@ docs/lab/memory-evidence.md."""
 
 def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
     """`fixes` are changes that fit in memory."""
-    problems = group_problems(plan.layout, plan.hardware)
+    problems, device = group_problems(plan.layout, plan.hardware), plan.hardware.entry.kind
     if plan.original_config.layout.cp_method != plan.config.layout.cp_method:
-        message = "layout.cp_method=ring: Trainium gathers keys and values instead, and so does this plan"
+        message = f"layout.cp_method=ring: {device.label} gathers keys and values instead, and so does this plan"
         problems.append(PlanProblem(f"{message}; nearest: layout.cp_method=all_gather", False))
-    if plan.hardware.entry.kind == "trainium" and not plan.config.model.has_static_shapes:
-        message = "model.capacity_factor=null: the graphs of Trainium have static shapes; nearest: 2.0"
+    if not (device.has_grouped_gemm or plan.config.model.has_static_shapes):
+        message = f"model.capacity_factor=null: the graphs of {device.label} have static shapes; nearest: 2.0"
         problems.append(PlanProblem(message, True))
     if plan.config.checkpoint.export_hf:
         try:
@@ -62,7 +62,7 @@ def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:
     """Space for all kept checkpoints and the next one. Checked only for a named directory or on this machine's CPU:
     otherwise the run uses another disk."""
     config, section = plan.config, plan.config.checkpoint
-    local = section.directory or plan.hardware.entry.kind == "cpu"
+    local = section.directory or plan.hardware.entry.kind.is_host
     if not section.saving_enabled or not local or "://" in (section.directory or ""):
         return
     directory = Path(section.directory or Path(config.log.directory) / config.log.name).expanduser()
@@ -79,7 +79,7 @@ def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:
 def _host_memory_problems(plan: Plan) -> Iterator[PlanProblem]:
     """While a checkpoint is written, the ranks of a host hold copies of their shards in host memory."""
     section, host_memory = plan.config.checkpoint, plan.hardware.entry.host_memory
-    if not section.saving_enabled or section.blocking or not host_memory or plan.hardware.entry.kind == "cpu":
+    if not section.saving_enabled or section.blocking or not host_memory or plan.hardware.entry.kind.is_host:
         return
     shard = checkpoint_bytes(plan.config) / plan.layout.world_size
     ranks = plan.hardware.ranks_per_node
@@ -119,24 +119,23 @@ def check_fits(
     available = device.memory_per_rank(local_size)
     if available is None or config.train.loss:
         return
-    device_kind = device.memory_model
-    needed = max_rank_memory(config, layout, device_kind)
+    needed = max_rank_memory(config, layout, device.kind)
     if needed <= MEMORY_FILL_LIMIT * available:
         return
     message = f"memory: a rank needs about {needed / GIB:.1f} GiB and has {available / GIB:.1f}"
-    fix = smallest_fix(config, layout, device_kind, available)
+    fix = smallest_fix(config, layout, device.kind, available)
     # Packed batches: the data decide how much is padding, which needs no memory.
-    packed = RankSizes(config, layout, DEVICE_KINDS[device_kind]).packed_batch
+    packed = RankSizes(config, layout, device.kind).packed_batch
     depends_on_data = packed and config.data.source != "synthetic"
     if needed > REFUSE_FACTOR * available and not depends_on_data:
         raise UserError(f"{message}; {fix}")
     warn(f"note: {message}, so the run may fail; {fix}")
 
 
-def smallest_fix(config: Config, layout: Layout, device_kind: str, available: int) -> str:
+def smallest_fix(config: Config, layout: Layout, device: DeviceKind, available: int) -> str:
     """The single change that fits and saves the least memory, as advice for the user."""
     sizes = [
-        (max_rank_memory(variant, variant_layout, device_kind), overrides)
+        (max_rank_memory(variant, variant_layout, device), overrides)
         for overrides, variant, variant_layout in single_key_variants(config, layout.world_size)
     ]
     fitting = [entry for entry in sizes if entry[0] <= MEMORY_FILL_LIMIT * available]

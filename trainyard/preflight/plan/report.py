@@ -8,6 +8,7 @@ from typing import Any
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.devices.kind import DeviceKind
 from trainyard.families.flops import flops_per_sample
 from trainyard.models import blueprint_of
 from trainyard.parallel.layout import Layout
@@ -18,7 +19,6 @@ from trainyard.preflight.plan.memory.peak import estimate_memory
 from trainyard.preflight.plan.time.step_time import (
     StepTime,
     distinct_pipeline_ranks,
-    fitted_efficiency,
     predict_step,
     traffic_by_axis,
 )
@@ -127,7 +127,7 @@ class Plan:
 def make_plan(original_config: Config, hardware: Hardware, price_per_hour: float | None = None) -> Plan:
     config = config_as_run(original_config, hardware)
     layout = Layout.from_config(config, hardware.ranks)
-    efficiency = fitted_efficiency(hardware)
+    efficiency = hardware.entry.kind.efficiency
     step_time = predict_step(config, layout, hardware, efficiency)
     traffic = {
         axis: AxisTraffic(count, size, ideal.at_efficiency(efficiency), step_time.overlapped.get(axis, 0.0))
@@ -149,12 +149,12 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
     return parse(config.model_dump(mode="json"), overrides)
 
 
-def max_rank_memory(config: Config, layout: Layout, device_kind: str, limit: float = inf) -> int:
+def max_rank_memory(config: Config, layout: Layout, device: DeviceKind, limit: float = inf) -> int:
     """Bytes of the rank with the highest peak, or of the first one found above `limit`. Among pipeline ranks with the
     same work that is the first one, which has the most micro batches in flight."""
     most = 0
     for pp in distinct_pipeline_ranks(config, layout):
-        most = max(most, estimate_memory(config, layout, pp, device_kind).total)
+        most = max(most, estimate_memory(config, layout, pp, device).total)
         if most > limit:
             break
     return most
@@ -171,7 +171,7 @@ class ConfigChange:
 def suggest_changes(plan: Plan) -> list[ConfigChange]:
     """Single changes that fit and make the step faster or, if the configuration does not fit, make it fit."""
     changes = []
-    hardware, efficiency = plan.hardware, fitted_efficiency(plan.hardware)
+    hardware, efficiency = plan.hardware, plan.hardware.entry.kind.efficiency
     for overrides, config, layout in single_key_variants(plan.config, hardware.ranks):
         speedup = plan.step_time.seconds / predict_step(config, layout, hardware, efficiency).seconds
         if plan.fits and speedup < MIN_SPEEDUP:
@@ -229,7 +229,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "sources": hardware.entry.sources,
         },
         "layout": {name: getattr(plan.layout, name) for name in ("tp", "pp", "cp", "ep", "dp", "vpp", "micro_batches")},
-        "efficiency": fitted_efficiency(hardware)._asdict(),
+        "efficiency": hardware.entry.kind.efficiency._asdict(),
         "memory": [{**vars(memory), "total": memory.total} for memory in plan.stage_memory],
         "fits": plan.fits,
         "messages": {axis: vars(traffic) for axis, traffic in plan.traffic.items()},

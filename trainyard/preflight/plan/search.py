@@ -19,7 +19,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import config_as_run, group_problems
 from trainyard.preflight.plan.hardware.spec import Hardware
 from trainyard.preflight.plan.report import MEMORY_FILL_LIMIT, max_rank_memory
-from trainyard.preflight.plan.time.step_time import fitted_efficiency, predict_step
+from trainyard.preflight.plan.time.step_time import predict_step
 
 LONG_SEQUENCE_TOKENS = 8192
 """Longest sequence for which context parallelism is not tried, unless the file uses it."""
@@ -76,7 +76,7 @@ def search_layouts(
     config: Config, hardware: Hardware, count: int, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> LayoutRanking:
     """The best `count` layouts. `on_progress` is called with the number of layouts timed and their total."""
-    efficiency, file_point = fitted_efficiency(hardware), search_point(config)
+    efficiency, file_point = hardware.entry.kind.efficiency, search_point(config)
     points = list(dict.fromkeys((file_point, *_search_points(config, hardware))))
     timed: list[tuple[float, SearchPoint, Config, Layout]] = []
     for done, point in enumerate(points):

@@ -128,7 +128,7 @@ class SearchSpace:
 
     def other_attention_kernels(self) -> list[str]:
         """Attention kernels other than the file's. Devices list the fastest first, which `auto` tries first."""
-        names = devices.select(self.base_config.device.name).attention_kernels
+        names = devices.select(self.base_config.device.name).kind.attention_kernels
         current = self.initial_choice[KEY_ATTENTION]
         candidates = names[1:] if current == "auto" else ("auto", *names[1:]) if names else ()
         return [name for name in candidates if name != current]

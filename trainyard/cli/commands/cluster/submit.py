@@ -29,7 +29,7 @@ from trainyard.cluster.submit import (
 )
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.devices.names import always_compiles
+from trainyard.devices.registry import always_compiles
 from trainyard.parallel.layout import Layout
 
 

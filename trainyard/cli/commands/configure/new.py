@@ -150,7 +150,7 @@ def local_hardware() -> str:
 
 def make_sections(data: Sections, size: str, hardware: Hardware) -> Sections:
     """The keys in which the file differs from its base, with the fastest layout that fits."""
-    is_cpu, ranks = hardware.entry.kind == "cpu", hardware.ranks
+    is_cpu, ranks = hardware.entry.kind.is_host, hardware.ranks
     sections: Sections = {"hardware": "this machine" if is_cpu else f"{hardware.count} x {hardware.name}"}
     base = load(BASE)
     model: Sections = {}

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from trainyard.core.constants import GIB
-from trainyard.devices.cuda import DATA_SHEET_FLOPS
+from trainyard.devices.builtin import cuda, neuron, xla
+from trainyard.devices.kind import DeviceKind
 from trainyard.devices.neuron.topology import CHIPS, LNC_CHOICES
 
 TB = 1e12
@@ -29,8 +30,8 @@ LINK_LATENCY_S, NETWORK_LATENCY_S = 10e-6, 30e-6
 class CatalogEntry:
     """One instance, or one server of GPUs."""
 
-    kind: str
-    """trainium, gpu or cpu: the kinds that the models of memory and time distinguish."""
+    kind: DeviceKind
+    """The kind of its devices; in a file for --hardware-file the name of one, as in device.name."""
     devices: int
     """Chips or GPUs of an instance."""
     bf16_flops: float
@@ -74,7 +75,7 @@ def trainium_entry(
     chip = CHIPS[generation]
     guesses = dict.fromkeys(("link_latency", "network_latency"), "guess")
     return CatalogEntry(
-        kind="trainium",
+        kind=(xla if generation == "trn1" else neuron).DEVICE,
         devices=devices,
         bf16_flops=chip.bf16_flops,
         fp8_flops=chip.fp8_flops,
@@ -94,9 +95,9 @@ def trainium_entry(
 def gpu_entry(
     name: str, memory_gib: float, memory_bandwidth: float, price_per_hour: float, price_source: str
 ) -> CatalogEntry:
-    bf16, fp32 = DATA_SHEET_FLOPS[name]
+    bf16, fp32 = cuda.DATA_SHEET_FLOPS[name]
     return CatalogEntry(
-        kind="gpu",
+        kind=cuda.DEVICE,
         devices=8,
         bf16_flops=bf16,
         fp8_flops=2 * bf16,

@@ -38,7 +38,7 @@ def measure_cpu(ranks: int) -> CatalogEntry:
     measured_fields = ("link_bandwidth", "network_bandwidth", "link_latency")
     sources |= dict.fromkeys(measured_fields, "measured now" if link else "guess")
     return CatalogEntry(
-        "cpu",
+        CpuDevice.kind,
         devices=1,
         bf16_flops=flops[torch.bfloat16],
         fp8_flops=flops[torch.bfloat16],

@@ -11,6 +11,8 @@ import yaml
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.devices.kind import DeviceKind
+from trainyard.devices.registry import DEVICES
 from trainyard.preflight.plan.hardware.catalog import CATALOG, CatalogEntry
 
 HARDWARE_FORM = "NAME:COUNT, such as trn1.32xlarge:16, h200:8 or cpu:4; trn2.48xlarge:8:lnc1 for another LNC"
@@ -70,7 +72,7 @@ class Hardware:
 
     def describe(self) -> str:
         ranks = counted(self.ranks, "rank")
-        if self.entry.kind == "cpu":
+        if self.name == "cpu":
             return f"this machine's CPU, {ranks}"
         lnc = f" at LNC {self.lnc}" if len(self.entry.ranks_per_device) > 1 else ""
         return f"{self.count} x {self.name}{lnc}, {ranks}"
@@ -122,6 +124,13 @@ def needed_hardware(config: Config) -> str:
     return f"cpu:{layout.ranks or layout.tp * layout.pp * layout.cp}"
 
 
+def _find_kind(name: str, label: str) -> DeviceKind:
+    try:
+        return DEVICES.find(name)
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from None
+
+
 def read_catalog(path: Path) -> dict[str, CatalogEntry]:
     """The catalog with a user's entries: names to fields, where `like` names the entry that has all other fields."""
     try:
@@ -137,6 +146,8 @@ def read_catalog(path: Path) -> dict[str, CatalogEntry]:
         if like not in catalog:
             raise UserError(f"--hardware-file {path}: {name}: like={like} is unknown; known: {', '.join(catalog)}")
         for key, value in values.items():
+            if key == "kind":
+                value = values[key] = _find_kind(str(value), f"--hardware-file {path}: {name}.kind={value}")
             if key not in known:
                 nearest = difflib.get_close_matches(key, [*known, "like"], 1, 0.0)[0]
                 raise UserError(f"--hardware-file {path}: {name}.{key}: unknown; nearest: {nearest}")

@@ -11,11 +11,11 @@ from math import prod
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.counter_rng import CHUNK_ELEMENTS
+from trainyard.devices.kind import DeviceKind
 from trainyard.families.blueprint import layer_index
 from trainyard.parallel.flat_buffer import Bucket, FlatBuffer
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.zero1 import MAX_IN_FLIGHT
-from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.memory.pass_memory import RankMemory
 from trainyard.preflight.plan.rank_parameters import local_params, planned_rule, rank_flat_buffer
 from trainyard.train.decisions import zero_stage

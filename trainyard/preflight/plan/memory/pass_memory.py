@@ -11,9 +11,9 @@ from math import ceil
 
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
+from trainyard.devices.kind import DeviceKind
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.preflight.plan.layer_kinds import traced_alike
-from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.memory_trace import MemoryTrace, trace_memory
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, LOSS
 from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, TracedStage

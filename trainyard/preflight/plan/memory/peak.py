@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Literal
 
 from trainyard.config.schema import Config
+from trainyard.devices.kind import DeviceKind
 from trainyard.models import family_of
 from trainyard.parallel.layout import Layout, StageSpec
-from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
 from trainyard.preflight.plan.memory.optimizer_state import OptimizerMemory
 from trainyard.preflight.plan.memory.pass_memory import PassMemory, RankMemory, RankSizes, pass_memory
 
@@ -24,14 +24,13 @@ MAX_ROUNDS = 4
 """Rounds of micro batches after which the order repeats."""
 
 
-def estimate_memory(config: Config, layout: Layout, pp: int, device_kind: str) -> RankMemory:
-    """The peak of a rank at pipeline position `pp`; `device_kind` is a key of DEVICE_KINDS."""
-    device = DEVICE_KINDS[device_kind]
+def estimate_memory(config: Config, layout: Layout, pp: int, device: DeviceKind) -> RankMemory:
+    """The peak of a rank at pipeline position `pp`."""
     stages = layout.stages_on(pp)
     state = OptimizerMemory.from_config(config, layout, stages)
     sizes = RankSizes(config, layout, device)
     passes = [pass_memory(config, sizes, stage) for stage in stages]
-    buffers = _batch_and_receive_bytes(config, layout, sizes, stages, device_kind) + device.workspace_bytes
+    buffers = _batch_and_receive_bytes(config, layout, sizes, stages) + device.workspace_bytes
     candidates = (
         *_schedule_peaks(layout, config, pp, passes, state),
         *state.gradient_exchange(config, [memory.live_after_layer for memory in passes], device),
@@ -43,15 +42,13 @@ def estimate_memory(config: Config, layout: Layout, pp: int, device_kind: str) -
     return replace(allocated, fragmentation=int(allocated.total * device.fragmentation))
 
 
-def _batch_and_receive_bytes(
-    config: Config, layout: Layout, sizes: RankSizes, stages: list[StageSpec], device_kind: str
-) -> int:
+def _batch_and_receive_bytes(config: Config, layout: Layout, sizes: RankSizes, stages: list[StageSpec]) -> int:
     """The batches of a step on the device, and receive buffers: torch's pipeline schedules allocate one for each micro
     batch and neighbor."""
     batch = layout.micro_batches * sizes.micro_batch.full_bytes(family_of(config.model))
     neighbors = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
     received = neighbors * layout.micro_batches * sizes.local_hidden_bytes
-    return batch * (2 if device_kind == "cpu" else 1) + (received if layout.pp > 1 else 0)
+    return batch * (2 if sizes.device.is_host else 1) + (received if layout.pp > 1 else 0)
 
 
 def _schedule_peaks(

@@ -94,7 +94,8 @@ class _RankMessages:
 
 
 def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) -> MessageCounts:
-    """Messages of a step of the rank at position `rank` of the layout. `logits_bytes` is `Device.max_logits_bytes`."""
+    """Messages of a step of the rank at position `rank` of the layout. `logits_bytes` is the device's
+    max_logits_bytes."""
     messages = _RankMessages(config, layout, rank)
     _add_model(messages, logits_bytes)
     _add_pipeline(messages)

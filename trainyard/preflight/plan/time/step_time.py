@@ -16,12 +16,12 @@ from typing import NamedTuple
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.splits import ModelShard
+from trainyard.devices.kind import Efficiency
 from trainyard.families.blueprint import Blueprint
 from trainyard.models import ModelConfig, blueprint_of, family_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware
 from trainyard.preflight.plan.layer_kinds import first_alike, traced_alike
-from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
 from trainyard.preflight.plan.rank_parameters import local_params_by_stage, planned_rule
 from trainyard.preflight.plan.time.comm_volume import GROUP_AXES, Message, step_messages
 from trainyard.preflight.plan.trace.work_trace import trace_work
@@ -35,30 +35,6 @@ NON_PADDING_SHARE = 0.75
 """Share of tokens that are not padding, where padding is removed (the share of synthetic samples)."""
 SCHEDULE_BUBBLE = {"1f1b": 1.0, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 """Bubble of a pipeline schedule, relative to 1F1B."""
-
-
-class Efficiency(NamedTuple):
-    """Fraction of each peak rate that runs reach, 0 to 1."""
-
-    matmul: float = 1.0
-    attention: float = 1.0
-    memory: float = 1.0
-    link: float = 1.0
-    network: float = 1.0
-
-
-_TRN1 = Efficiency(0.74, 0.74, 0.26, 0.44, 0.26)
-_HOPPER = Efficiency(0.66, 0.61, 0.63, 0.7, 0.7)
-FITTED_EFFICIENCY = {
-    "trn1": _TRN1,
-    "trn2": _TRN1,
-    "trn3": _TRN1,
-    "gpu": _HOPPER,
-    "cpu": Efficiency(0.8, 0.4, 0.5, 1.0, 1.0),
-}
-"""By Trainium generation or device kind. trn1 and gpu are the rounded fits of bench/calibrate.py. No training speed is
-published for trn2 and trn3, which use the values of trn1. Link and network of GPUs are guesses; so are all values of a
-CPU, whose peak rates are measured."""
 
 
 class IdealTime(NamedTuple):
@@ -76,10 +52,6 @@ class IdealTime(NamedTuple):
 
     def plus(self, other: "IdealTime", times: float = 1.0) -> "IdealTime":
         return IdealTime(*(a + b * times for a, b in zip(self, other, strict=True)))
-
-
-def fitted_efficiency(hardware: Hardware) -> Efficiency:
-    return FITTED_EFFICIENCY[hardware.entry.generation or hardware.entry.kind]
 
 
 @dataclass(frozen=True)
@@ -133,7 +105,7 @@ def traffic_by_axis(
     """(messages, bytes, time at peak rates) by axis, of the first rank at pipeline position `pp`."""
     traffic: dict[str, tuple[int, int, IdealTime]] = {}
     first_rank = pp * layout.dp * layout.cp * layout.tp
-    messages = step_messages(config, layout, first_rank, DEVICE_KINDS[hardware.entry.kind].logits_bytes)
+    messages = step_messages(config, layout, first_rank, hardware.entry.kind.max_logits_bytes)
     for message, times in messages.items():
         axis = GROUP_AXES[message.group]
         count, size, ideal = traffic.get(axis, (0, 0, IdealTime()))
@@ -145,8 +117,8 @@ def traffic_by_axis(
 def message_time(message: Message, layout: Layout, hardware: Hardware) -> IdealTime:
     """Time of one message: rings inside an instance, then rings between instances, whose network all ranks of an
     instance share."""
-    # A rank receives while it sends. On Trainium both are an all-gather of two ranks, one after the other.
-    if message.kind == "receive" and hardware.entry.kind != "trainium":
+    # A rank receives while it sends, unless both are an all-gather of two ranks, one after the other.
+    if message.kind == "receive" and not hardware.entry.kind.sends_by_all_gather:
         return IdealTime()
     stage = layout.tp * layout.cp * layout.dp
     strides = {"cp": layout.tp, "dp_cp": layout.tp, "ep": layout.tp, "expert_dp": layout.tp * layout.ep}
@@ -156,9 +128,7 @@ def message_time(message: Message, layout: Layout, hardware: Hardware) -> IdealT
     in_instance = max(min(ranks, hardware.ranks_per_node // stride), 1)
     to_neighbor = point_to_point or (message.kind == "all_to_all" and message.group == "cp")  # ring attention
     ring_share = 1.0 if to_neighbor else (ranks - 1) / ranks
-    emulated = (
-        message.kind in ("all_gather", "reduce_scatter") and DEVICE_KINDS[hardware.entry.kind].gathers_by_all_reduce
-    )
+    emulated = message.kind in ("all_gather", "reduce_scatter") and hardware.entry.kind.gathers_by_all_reduce
     rounds = 2 if message.kind == "all_reduce" or emulated else 1
     size = message.nbytes * ring_share * rounds
     crosses = in_instance < ranks
@@ -189,7 +159,7 @@ def _pipeline_rank_time(
     # Gradients are reduced during the last backward pass and weights gathered during the next forward pass; with ZeRO-2
     # and 3 in every micro batch. The published Trainium runs did not overlap them.
     can_hide_dp = sum(compute.values()) / (1 if config.layout.zero >= 2 else count)
-    hidden_dp = min(axes["dp"], can_hide_dp) if hardware.entry.kind == "gpu" else 0.0
+    hidden_dp = min(axes["dp"], can_hide_dp) if hardware.entry.kind.overlaps_gradients else 0.0
     exposed = {"tp": axes["tp"], "cp": axes["cp"] - hidden_cp, "ep": axes["ep"], "pp": axes["pp"]}
     per_step = {"bubble": 0.0, "dp": axes["dp"] - hidden_dp, "update": update, "all": axes["all"]}
     return StepTime(compute | exposed | per_step, {"cp": hidden_cp, "dp": hidden_dp}, pp)
@@ -232,7 +202,8 @@ def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware
         total = total.plus(layer_time(config, layout, hardware, layer), count)
     if any(stage.is_last for stage in stages):
         total = total.plus(_head_time(config, layout, hardware))
-    if hardware.entry.kind != "gpu":  # without fused wgrad accumulation gradients are added in a pass over memory
+    if not hardware.entry.kind.gpu_operators:
+        # Without fused wgrad accumulation gradients are added in a pass over memory.
         gradient = DTYPE_BYTES[config.precision.grad_accum_dtype]
         compute = DTYPE_BYTES[config.precision.compute_dtype]
         moved = local_weight_count(config, layout, pp) * (2 * gradient + compute)
@@ -243,16 +214,16 @@ def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware
 def layer_time(config: Config, layout: Layout, hardware: Hardware, layer: int) -> IdealTime:
     """One transformer block, from its trace: matrix multiplications, attention, and all other passes over memory.
     `layer` is the first of its kind."""
-    work, trainium = trace_work(config, layout)[layer], hardware.entry.kind == "trainium"
+    work, fused = trace_work(config, layout)[layer], hardware.entry.kind.fused_attention
     share = _token_share(config, layout, hardware)
     kind = "fp32" if config.precision.kind == "fp32" else "bf16"
-    backward_factor = 2.0 if trainium else 2.5  # kernels that do not save scores recompute them
-    score_passes = family_of(config.model).score_passes if trainium else 0
+    backward_factor = 2.5 if fused else 2.0  # kernels that do not save scores recompute them
+    score_passes = 0 if fused else family_of(config.model).score_passes
     seq_len = config.data.seq_len
     causal_share = min(0.5, family_of(config.model).visible_keys(config.model, layer, seq_len) / seq_len)
     attention, moved = 0.0, share * work.moved_bytes
     for (call, backward), times in work.attention.items():
-        visible = causal_share if call.causal and not trainium else 1.0
+        visible = causal_share if call.causal and fused else 1.0
         attention += times * share**2 * call.flops * visible * (backward_factor if backward else 1.0)
         moved += times * share**2 * score_passes * call.scores * call.dtype.itemsize * (2 / 3 if backward else 1 / 3)
     matmul = work.matmul_flops / hardware.peak_flops(kind)
@@ -290,5 +261,5 @@ def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
 
 def _token_share(config: Config, layout: Layout, hardware: Hardware) -> float:
     """Share of the tokens that are computed."""
-    fused = DEVICE_KINDS[hardware.entry.kind].fused_kernels and config.device.kernels == "fused"
+    fused = hardware.entry.kind.fused_kernels and config.device.kernels == "fused"
     return NON_PADDING_SHARE if packs_batches(config, layout, fused) else 1.0

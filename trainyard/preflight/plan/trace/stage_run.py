@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from trainyard import compat, models
 from trainyard.config.schema import Config, PrecisionSection, RecomputeSection
 from trainyard.core.batch import Batch
+from trainyard.devices.kind import DeviceKind
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
 from trainyard.models import Family, ModelConfig, ModelOutput, TransformerStage, family_of
@@ -30,7 +31,6 @@ from trainyard.parallel.process_group import Group
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.ring_attention import CpMethod
 from trainyard.parallel.tensor_parallel import TensorAxis
-from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.eager_checkpoint import eager_checkpoint
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS, PartRecorder
 from trainyard.train.cross_entropy import make_head_loss
@@ -299,7 +299,7 @@ class StageRun:
 
     def _loss(self, output: ModelOutput) -> Tensor:
         fp8 = self.fp8 if self.stage.precision.head_dtype == "fp8" else None
-        head_loss = make_head_loss(self.kernels, None, fp8, self.stage.device.logits_bytes)
+        head_loss = make_head_loss(self.kernels, None, fp8, self.stage.device.max_logits_bytes)
 
         def traced_head_loss(output: ModelOutput, labels: Tensor) -> Tensor:
             self.recorder.enter(LOSS)

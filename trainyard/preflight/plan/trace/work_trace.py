@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainyard.config.schema import Config
+from trainyard.devices.kind import DeviceKind
 from trainyard.kernels.custom_op import PARTIAL_SUM_OPS
 from trainyard.models.layers import CoreAttention
 from trainyard.models.module_factory import ModuleFactory
@@ -20,7 +21,6 @@ from trainyard.parallel.layout import Layout
 from trainyard.parallel.ring_attention import CpMethod, attention_messages
 from trainyard.preflight.dryrun.meta_ops import tensors_in
 from trainyard.preflight.plan.layer_kinds import traced_alike
-from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 from trainyard.preflight.plan.trace.part_recorder import PartRecorder
 from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, StageRun, TracedStage
 from trainyard.train.decisions import fp8_layer_range
@@ -33,7 +33,7 @@ GROUPED_GEMMS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
 """GEMMs of groups of rows, and the dim of the second operand that the first one does not have."""
 EXPERT_EXCHANGES = ("trainyard::exchange_counts", "trainyard::dispatch_rows", "trainyard::combine_rows")
 """Operators with an all-to-all in them. A trace has as many rows as experts that have equally many."""
-TRACED_DEVICE = DeviceKind(0, fused_kernels=True, gpu_operators=True)
+TRACED_DEVICE = DeviceKind("", 0, fused_kernels=True, gpu_operators=True)
 MessageKey = tuple[str, int, str, str, int]
 """Group, its size, kind, dtype and bytes of a message."""
 
