@@ -136,8 +136,8 @@ class Counts(DataSource):
     def open(self, config, paths, remote):
         return Numbers(paths, config.data.seq_len), None
 
-    def vocab_size(self, config, remote):
-        return int(max(np.load(path).max() for path in config.data.paths)) + 1
+    def vocab_size(self, data, remote):
+        return int(max(np.load(path).max() for path in data.paths)) + 1
 
     def recognizes(self, path):
         return path.suffix == ".npy"
@@ -343,7 +343,7 @@ def test_data_source_trains_is_counted_and_inspected(tmp_path: Path) -> None:
     assert train(small(*keys, "data.source=parts:COUNTS", "log.name=path")) == found
     report = inspect_path(path, InspectOptions(False, 0, None, None, "text"), lambda done, total: None)
     assert report.facts == {"tokens": 10_000}
-    assert SOURCES.find("counts").vocab_size(small(*keys), None) == 100
+    assert SOURCES.find("counts").vocab_size(small(*keys).data, None) == 100
 
 
 def test_logger_logs(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def _serve(address: str) -> None:
             children.pop(pid).close()
 
 
-def _command(request: dict[str, Any], received: Sequence[int]) -> None:
+def _command(request: dict[str, Any], received: Sequence[int] = ()) -> None:
     """Become the command: this fork never returns."""
     code = 1
     try:
@@ -242,13 +242,13 @@ def _command(request: dict[str, Any], received: Sequence[int]) -> None:
         copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in received]  # their numbers may be wanted for others
         for fd in received:
             os.close(fd)
-        for number, fd in zip(request["fds"], copies, strict=True):
+        for number, fd in zip(request.get("fds", ()), copies, strict=True):
             os.dup2(fd, number)
             os.close(fd)
         if request.get("memory_bytes"):
             resource.setrlimit(resource.RLIMIT_DATA, (request["memory_bytes"],) * 2)
         for name, number, flags in (
-            (request.get("stdin"), 0, os.O_RDONLY),
+            (request.get("stdin", os.devnull), 0, os.O_RDONLY),
             (request.get("stdout"), 1, os.O_WRONLY | os.O_APPEND),
             (request.get("stderr"), 2, os.O_WRONLY | os.O_APPEND),
         ):

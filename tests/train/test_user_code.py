@@ -370,7 +370,7 @@ def test_bert_samples_are_checked(user_directory: Path) -> None:
         "    def samples(self, indices):\n"
         "        sample = super().samples(indices)\n"
         "        return sample | ({Pairs.wrong: sample[Pairs.wrong] + 99} if Pairs.wrong else {})\n"
-        "def make(config): return Pairs(config)\n",
+        "def make(config): return Pairs(config.data, config.model.vocab, config.train.seed)\n",
     )
     config = configs.tiny_config("bert", data={"source": "mine:make"})
     synthetic = build_datasets(configs.tiny_config("bert")).train.samples(np.arange(3))

@@ -45,9 +45,9 @@ class DataSource:
         """All of data.paths in data.order, which is not `shuffled`."""
         raise NotImplementedError
 
-    def vocab_size(self, config: "Config", remote: "RemoteFiles | None") -> int:
-        """The smallest model.vocab for data.paths."""
-        return config.model.vocab
+    def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int | None:
+        """The smallest model.vocab for data.paths; None: any."""
+        return None
 
     def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":
         """Every file that decides about the samples; a run that resumes finds them unchanged."""

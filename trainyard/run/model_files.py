@@ -72,7 +72,7 @@ def _saved_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 def _tokenizer_files(config: Config) -> dict[str, bytes]:
     """The files next to the tokenizer, such as its chat template, and those that are missing there."""
-    files = hf_tokenizer_files(tokenizer_spec(config))
+    files = hf_tokenizer_files(tokenizer_spec(config.data))
     path = local_tokenizer(config.data.tokenizer)
     directory = path if path.is_dir() else path.parent
     if path.is_dir() or path.name in ("tokenizer.json", "tokenizer.model"):

@@ -69,7 +69,7 @@ def prompt_tokenizer(config: Config, resumed: Checkpoint | None) -> Tokenizer:
     which the run resumes or starts."""
     data, named = config.data, config.samples.tokenizer
     if named or data.source == "text" or data.tokenizer != "bytes":
-        spec = tokenizer_spec(config)
+        spec = tokenizer_spec(data)
         tokenizer = load_tokenizer(spec._replace(name=named) if named else spec)
     elif file := run_model_files(config, resumed).get("tokenizer.json"):
         tokenizer = FastTokenizer(Fast.from_buffer(file), data.end_of_text, "tokenizer.json of the checkpoint")

@@ -20,7 +20,7 @@ TEXT = "The engine left the yard. Then it came back, and the bell rang: naïve c
 
 
 def read_tokens(config: Config) -> np.ndarray:
-    return read_text(config, config.data.paths).all_tokens
+    return read_text(config.data, config.model.vocab, config.data.paths).all_tokens
 
 
 def text_config(**data: object):
@@ -64,7 +64,7 @@ def test_tokenizer_json_and_gpt2_files_give_the_same_tokens(text: Path) -> None:
     config = text_config(paths=paths, tokenizer="gpt2", **files)
     assert np.array_equal(tokens, read_tokens(config))
     assert tokens[-1] == tokenizer.token_to_id("<|endoftext|>")
-    assert load_tokenizer(tokenizer_spec(config)).decode(tokens[:-1].tolist()) == f"a.txt {TEXT}" * 20
+    assert load_tokenizer(tokenizer_spec(config.data)).decode(tokens[:-1].tolist()) == f"a.txt {TEXT}" * 20
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,8 @@ def test_demo_corpus_is_reproducible() -> None:
 
 def test_synthetic_pairs_have_the_format_of_bert() -> None:
     config = configs.tiny_config("bert", data={"seq_len": 32, "max_predictions": 5})
-    batch = SyntheticSentencePairs(config).samples(np.arange(200, dtype=np.int64))
+    pairs = SyntheticSentencePairs(config.data, config.model.vocab, config.train.seed)
+    batch = pairs.samples(np.arange(200, dtype=np.int64))
     tokens, mask, positions, labels = (
         batch[name] for name in ("tokens", "attention_mask", "masked_positions", "labels")
     )

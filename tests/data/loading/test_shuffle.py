@@ -75,6 +75,8 @@ def test_one_epoch_has_each_sample_once_and_ignores_padding() -> None:
 
 
 def test_synthetic_samples_are_a_function_of_their_index() -> None:
-    rows = SyntheticTokens(configs.tiny_config()).samples(np.asarray([5, 9, 5], dtype=np.int64))["tokens"]
+    config = configs.tiny_config()
+    tokens = SyntheticTokens(config.data, config.model.vocab, config.train.seed)
+    rows = tokens.samples(np.asarray([5, 9, 5], dtype=np.int64))["tokens"]
     assert np.array_equal(rows[0], rows[2])
     assert not np.array_equal(rows[0], rows[1])

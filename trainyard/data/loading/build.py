@@ -1,5 +1,6 @@
 """From a configuration to its training and validation datasets."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainyard.config.data_schema import DataSection
@@ -46,19 +47,16 @@ def build_datasets(config: Config) -> TrainValidDatasets:
     return TrainValidDatasets(trains[0], validation, True)
 
 
-def validation_sections(config: Config) -> dict[str, DataSection]:
+def validation_sections(data: DataSection, sets: Mapping[str, tuple[str, ...]]) -> dict[str, DataSection]:
     """How each of evaluate.sets is read: as data.paths, but in order and as a whole."""
     as_a_whole = {"weights": (), "order": "shuffled", "split": None, "validation_fraction": 0.0}
-    return {
-        name: config.data.model_copy(update={**as_a_whole, "paths": paths})
-        for name, paths in config.evaluate.sets.items()
-    }
+    return {name: data.model_copy(update={**as_a_whole, "paths": paths}) for name, paths in sets.items()}
 
 
 def build_validation_sets(config: Config) -> dict[str, Dataset]:
     """The dataset of each of evaluate.sets."""
     datasets: dict[str, Dataset] = {}
-    for name, data in validation_sections(config).items():
+    for name, data in validation_sections(config.data, config.evaluate.sets).items():
         section = config.model_copy(update={"data": data})
         try:
             datasets[name], _ = _build_dataset(section, data.paths, remote_files(data, refresh=True))
@@ -74,12 +72,13 @@ def _build_dataset(
 ) -> tuple[Dataset, Dataset | None]:
     """The dataset of these paths, and the part that the source holds out for validation. What is not built in is
     checked."""
-    train, validation = find_source(config.data).open(config, paths, remote)
-    if config.data.source in SOURCES.built_in:
+    data, model = config.data, config.model
+    train, validation = find_source(data).open(config, paths, remote)
+    if data.source in SOURCES.built_in:
         return train, validation
-    return CheckedDataset(train, config), None if validation is None else CheckedDataset(validation, config)
+    return CheckedDataset(train, data, model), None if validation is None else CheckedDataset(validation, data, model)
 
 
 def data_vocab_size(config: Config) -> int:
-    """The smallest model.vocab for data.paths."""
-    return find_source(config.data).vocab_size(config, remote_files(config.data))
+    """The smallest model.vocab for data.paths; model.vocab itself if the source takes any."""
+    return find_source(config.data).vocab_size(config.data, remote_files(config.data)) or config.model.vocab

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainyard.config.schema import Config
+from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.counter_rng import element_bits, key32, key64, row_seeds
 from trainyard.core.errors import UserError
@@ -21,10 +21,9 @@ class SyntheticTokens:
     """Random tokens, half of which follow from the token before them. With `data.document_mask`, documents end at each
     token with probability 1 / MEAN_DOCUMENT_TOKENS."""
 
-    def __init__(self, config: Config) -> None:
-        self.vocab_size, self.seq_len = config.model.vocab, config.data.seq_len
-        self.seed = config.train.seed
-        self.document_mask = config.data.document_mask
+    def __init__(self, data: DataSection, vocab_size: int, seed: int) -> None:
+        self.vocab_size, self.seq_len, self.seed = vocab_size, data.seq_len, seed
+        self.document_mask = data.document_mask
 
     def __len__(self) -> int:
         return 1 << 24
@@ -52,14 +51,11 @@ class SyntheticSentencePairs:
     """Masked sentence pairs in BERT's format: [CLS] a [SEP] b [SEP] and padding. Of the chosen positions, 80% are
     masked, 10% random and 10% unchanged. In a true pair, b continues where a ends."""
 
-    def __init__(self, config: Config) -> None:
-        if config.model.vocab < 2 * FIRST_WORD_ID:
-            raise UserError(
-                f"model.vocab={config.model.vocab}: too small for masked samples; nearest: {2 * FIRST_WORD_ID}"
-            )
-        self.num_words = config.model.vocab - FIRST_WORD_ID
-        self.seq_len, self.max_predictions = config.data.seq_len, config.data.max_predictions
-        self.seed = config.train.seed
+    def __init__(self, data: DataSection, vocab_size: int, seed: int) -> None:
+        if vocab_size < 2 * FIRST_WORD_ID:
+            raise UserError(f"model.vocab={vocab_size}: too small for masked samples; nearest: {2 * FIRST_WORD_ID}")
+        self.num_words, self.seed = vocab_size - FIRST_WORD_ID, seed
+        self.seq_len, self.max_predictions = data.seq_len, data.max_predictions
 
     def __len__(self) -> int:
         return 1 << 24

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from trainyard.config.schema import Config
+from trainyard.config.data_schema import DataSection
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.formats.documents import InputSlice
@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 DEMO_DOCUMENTS = 1500
 
 
-def read_text(config: Config, paths: tuple[str, ...], remote: RemoteFiles | None = None) -> ContiguousTokens:
+def read_text(
+    data: DataSection, vocab_size: int, paths: Sequence[str], remote: RemoteFiles | None = None
+) -> ContiguousTokens:
     """Tokenize every document into memory, with the end token after each."""
-    data = config.data
-    tokenizer = load_tokenizer(tokenizer_spec(config))
-    check_vocab_size(tokenizer, config.model.vocab)
+    tokenizer = load_tokenizer(tokenizer_spec(data))
+    check_vocab_size(tokenizer, vocab_size)
     if not paths:
         if data.tokenizer != "bytes":
             raise UserError("data.paths: missing; set it to text files (or data.tokenizer=bytes for the built-in text)")
@@ -71,6 +72,5 @@ def _text_slices(path: DataPath) -> Iterable[InputSlice]:
     return documents.input_slices([path]) if known else [InputSlice(path, "text", 0, 0)]
 
 
-def tokenizer_spec(config: Config) -> TokenizerSpec:
-    data = config.data
+def tokenizer_spec(data: DataSection) -> TokenizerSpec:
     return TokenizerSpec(data.tokenizer, data.vocab_file, data.merges_file, data.end_of_text)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainyard.config.schema import Config
+from trainyard.config.data_schema import DataSection
+from trainyard.config.schema import TrainSection
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats.megatron_bin import MegatronTokens
@@ -26,10 +27,9 @@ UINT16_VOCAB = 1 << 16
 
 
 def open_token_files(
-    config: Config, paths: Sequence[str], remote: RemoteFiles | None
+    data: DataSection, vocab_size: int, paths: Sequence[str], remote: RemoteFiles | None
 ) -> tuple[Dataset, Dataset | None]:
     """The samples of these files, and those of the documents that data.split holds out."""
-    data = config.data
     trains: list[Dataset] = []
     validations: list[Dataset] = []
     for prefix in token_prefixes(paths, remote):
@@ -37,21 +37,22 @@ def open_token_files(
         train, validation = range(len(token_files)), range(0)
         if data.split:
             train, validation, _ = split_documents(data.split, len(token_files), data.order)
-        trains += _token_samples(config, token_files, train)
-        validations += _token_samples(config, token_files, validation)
+        trains += _token_samples(data, vocab_size, token_files, train)
+        validations += _token_samples(data, vocab_size, token_files, validation)
     return concatenate(trains), concatenate(validations) if validations else None
 
 
-def _token_samples(config: Config, token_files: MegatronTokens, sequences: range) -> list[Dataset]:
+def _token_samples(data: DataSection, vocab_size: int, token_files: MegatronTokens, sequences: range) -> list[Dataset]:
     """A dataset of these sequences; an empty list if they are too short for one sample."""
-    data, stream = config.data, token_stream(token_files, sequences)
-    samples = TokenSamples(stream, data.seq_len, config.model.vocab, data.document_mask, data.mask_eod_loss)
+    stream = token_stream(token_files, sequences)
+    samples = TokenSamples(stream, data.seq_len, vocab_size, data.document_mask, data.mask_eod_loss)
     return [samples] if len(samples) else []
 
 
-def open_in_megatron_order(config: Config, remote: RemoteFiles | None) -> tuple[Dataset, Dataset | None]:
+def open_in_megatron_order(
+    data: DataSection, vocab_size: int, train: TrainSection, remote: RemoteFiles | None
+) -> tuple[Dataset, Dataset | None]:
     """The samples that Megatron trains on for this number of steps and train.seed."""
-    data, train = config.data, config.train
     prefixes = token_prefixes(data.paths, remote)
     if len(prefixes) != (len(data.weights) or 1):
         raise UserError(
@@ -70,9 +71,9 @@ def open_in_megatron_order(config: Config, remote: RemoteFiles | None) -> tuple[
     for prefix, num_samples in zip(prefixes, sizes, strict=True):
         token_files = MegatronTokens(prefix)
         documents = split_documents(data.split or "1,0,0", len(token_files), data.order)
-        sampling = data.seq_len, train.seed, config.model.vocab, data.document_mask, data.mask_eod_loss
+        sampling = data.seq_len, train.seed, vocab_size, data.document_mask, data.mask_eod_loss
         trains.append(MegatronOrderDataset(token_files, documents[0], num_samples, *sampling))
-        validations += _token_samples(config, token_files, documents[1])
+        validations += _token_samples(data, vocab_size, token_files, documents[1])
     dataset: Dataset = trains[0]
     if data.weights:
         dataset_indices, sample_indices = blend_indices(data.weights, total, data.order)

@@ -27,7 +27,7 @@ from trainyard.core.user_code import (
 from trainyard.data.loading.dataset import Dataset, Indices
 from trainyard.data.samples import Sample
 from trainyard.data.source import DataSource
-from trainyard.families import family_of
+from trainyard.families import ModelConfig, family_of
 from trainyard.remote.chunks.remote_path import RemoteFiles
 
 DOCUMENT_FIELDS = ("document_ids", "position_ids")
@@ -48,9 +48,9 @@ class FieldSpec:
     """IGNORE_INDEX is a value too."""
 
 
-def sample_fields(config: Config) -> dict[str, FieldSpec | None]:
-    """The fields that samples of this configuration have; None: a field of a user's family, known only to it."""
-    data, model, family = config.data, config.model, family_of(config.model)
+def sample_fields(data: DataSection, model: ModelConfig) -> dict[str, FieldSpec | None]:
+    """The fields that samples for this model have; None: a field of a user's family, known only to it."""
+    family = family_of(model)
     tokens, seq_len_key = (data.seq_len,), f"data.seq_len={data.seq_len}"
     masked, masked_key = (data.max_predictions,), f"data.max_predictions={data.max_predictions}"
     vocab = (model.vocab, f"model.vocab={model.vocab}")
@@ -73,9 +73,9 @@ def sample_fields(config: Config) -> dict[str, FieldSpec | None]:
 class CheckedDataset:
     """A user's dataset that raises UserError for a sample that the model cannot take."""
 
-    def __init__(self, dataset: Any, config: Config) -> None:
-        self.dataset, self.path, self.fields = dataset, config.data.source, sample_fields(config)
-        self.label, self.document_mask = f"data.source={self.path}", config.data.document_mask
+    def __init__(self, dataset: Any, data: DataSection, model: ModelConfig) -> None:
+        self.dataset, self.path, self.fields = dataset, data.source, sample_fields(data, model)
+        self.label, self.document_mask = f"data.source={self.path}", data.document_mask
         for name in ("__len__", "samples"):
             if not callable(getattr(dataset, name, None)):
                 raise UserError(

@@ -26,13 +26,13 @@ class ArrowSource(DataSource):
         data, directories = config.data, match_files(paths, directories=True, remote=remote)
         return ArrowDataset(directories, data.seq_len, data.document_mask, config.model.vocab), None
 
-    def vocab_size(self, config: "Config", remote: "RemoteFiles | None") -> int:
+    def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int:
         """The largest token id plus 1: all are read."""
         from trainyard.data.formats.arrow_dataset import ArrowDataset
         from trainyard.data.loading.data_files import match_files
 
-        directories = match_files(config.data.paths, directories=True, remote=remote)
-        packed = ArrowDataset(directories, config.data.seq_len)
+        directories = match_files(data.paths, directories=True, remote=remote)
+        packed = ArrowDataset(directories, data.seq_len)
         return 1 + max(int(arrays["input_ids"].max()) for arrays in packed.batch_arrays)
 
     def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":

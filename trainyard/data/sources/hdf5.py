@@ -8,6 +8,7 @@ from trainyard.data.source import DataSource
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainyard.config.data_schema import DataSection
     from trainyard.config.schema import Config
     from trainyard.data.loading.dataset import Dataset
     from trainyard.remote.chunks.remote_path import RemoteFiles
@@ -37,12 +38,11 @@ class Hdf5Source(DataSource):
             )
         return pairs, None
 
-    def vocab_size(self, config: "Config", remote: "RemoteFiles | None") -> int:
+    def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int:
         """The largest token id plus 1: all are read."""
         from trainyard.data.formats.bert_hdf5_remote import open_bert_hdf5
         from trainyard.data.loading.data_files import match_files
 
-        data = config.data
         files = match_files(data.paths, remote=remote)
         return open_bert_hdf5(files, data.seq_len, data.max_predictions, UINT16_VOCAB).vocab_size
 

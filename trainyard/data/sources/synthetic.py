@@ -22,7 +22,8 @@ class SyntheticSource(DataSource):
         from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
         from trainyard.families import family_of
 
-        return (SyntheticTokens(config) if family_of(config.model).is_causal else SyntheticSentencePairs(config)), None
+        samples = SyntheticTokens if family_of(config.model).is_causal else SyntheticSentencePairs
+        return samples(config.data, config.model.vocab, config.train.seed), None
 
     def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":
         return []

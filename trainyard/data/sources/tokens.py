@@ -22,17 +22,17 @@ class TokensSource(DataSource):
     ) -> "tuple[Dataset, Dataset | None]":
         from trainyard.data.loading.token_files import open_token_files
 
-        return open_token_files(config, paths, remote)
+        return open_token_files(config.data, config.model.vocab, paths, remote)
 
     def open_in_order(self, config: "Config", remote: "RemoteFiles | None") -> "tuple[Dataset, Dataset | None]":
         from trainyard.data.loading.token_files import open_in_megatron_order
 
-        return open_in_megatron_order(config, remote)
+        return open_in_megatron_order(config.data, config.model.vocab, config.train, remote)
 
-    def vocab_size(self, config: "Config", remote: "RemoteFiles | None") -> int:
+    def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int:
         from trainyard.data.loading.token_files import largest_token
 
-        return largest_token(config.data.paths, remote) + 1
+        return largest_token(data.paths, remote) + 1
 
     def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":
         from trainyard.data.loading.data_files import token_prefixes

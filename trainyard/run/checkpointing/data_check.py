@@ -54,7 +54,7 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
 
 def check_data_versions(config: Config, with_validation_sets: bool, mesh: Mesh) -> None:
     """Raise UserError if an object behind a URL changed while the ranks, one after the other, looked at it."""
-    sections = validation_sections(config).values() if with_validation_sets else ()
+    sections = validation_sections(config.data, config.evaluate.sets).values() if with_validation_sets else ()
     for data in (config.data, *sections):
         check_same_versions(data, mesh)
 

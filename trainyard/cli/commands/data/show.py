@@ -89,7 +89,7 @@ def run_tokenizer(config: Config, directory: Path) -> Tokenizer | None:
     """The tokenizer of a run's data; None if it is not known, or no longer where it was."""
     from trainyard.data.loading.text_stream import tokenizer_spec
 
-    spec = tokenizer_spec(config)
+    spec = tokenizer_spec(config.data)
     if config.data.source != "text" and config.data.tokenizer == "bytes":  # the default, which says nothing of tokens
         saved = [directory / "model" / "tokenizer.json", *sorted(directory.glob("checkpoints/*/tokenizer.json"))]
         named = [config.samples.tokenizer] if config.samples.tokenizer else []
