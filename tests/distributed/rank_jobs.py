@@ -182,8 +182,7 @@ def continued_prompts(config: Config, prompts: list[list[int]]) -> list[list[lis
     results = []
     for temperature in (0.0, 1.0):
         samples = config.samples.model_copy(update={"temperature": temperature})
-        sampled_config = config.model_copy(update={"samples": samples})
-        results.append(continue_prompts(trainer.runner, sampled_config, prompts, end_id=-1))
+        results.append(continue_prompts(trainer.runner, samples, config.data, prompts, end_id=-1))
     assert all(model.training for model in trainer.models)
     trainer.train_step(trainer.loader.batch(2, trainer.batch_slice), 3, 1e-3)
     return results

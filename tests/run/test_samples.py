@@ -167,11 +167,11 @@ def test_samples_end_at_the_end_token_and_at_the_sequence_length(tmp_path: Path)
     config = configure(tmp_path, samples={**GREEDY, "max_new_tokens": 50})
     trainer = Trainer(config)
     prompts = [[97, 98, 99], [5]]
-    first, second = continue_prompts(trainer.runner, config, prompts, end_id=-1) or []
+    first, second = continue_prompts(trainer.runner, config.samples, config.data, prompts, end_id=-1) or []
     assert [len(first), len(second)] == [13, 15]
     end_id = first[4]
     expected = [row[: row.index(end_id) + 1] if end_id in row else row for row in (first, second)]
-    assert continue_prompts(trainer.runner, config, prompts, end_id) == expected
+    assert continue_prompts(trainer.runner, config.samples, config.data, prompts, end_id) == expected
 
 
 def interrupt_during_samples(at_call: int) -> Callback:

@@ -11,11 +11,14 @@ from trainyard import models
 from trainyard.config.schema import Config
 from trainyard.core.splits import FULL_MODEL
 from trainyard.devices.cpu import CpuDevice
+from trainyard.kernels.reference import Kernels
 from trainyard.models.init import initial_values
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
-from trainyard.train.optim.flat_state import FlatState
+from trainyard.parallel.rank_context import RankContext
+from trainyard.train.optim.flat_state import FlatState, local_shapes
+from trainyard.train.optim.gradient_sync import GradientSync
 from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
@@ -32,7 +35,10 @@ def make_optimizer(
 def build(config: Config) -> tuple[nn.Module, Optimizer]:
     blueprint = models.family_of(config.model).blueprint(config.model)
     model = models.build_model(config.model)
-    return model, Optimizer([model], blueprint, initial_values(blueprint, 0), config, CpuDevice(), Mesh(Layout()))
+    context = RankContext(CpuDevice(), Mesh(Layout()), blueprint, Kernels())
+    state = FlatState(local_shapes([model]), context, config.precision, load_update_rule(config.optimizer))
+    state.load_values(initial_values(blueprint, 0))
+    return model, Optimizer(state, GradientSync(state, [model], context), context, config.optimizer, config.train.seed)
 
 
 def set_gradients(optimizer: Optimizer, seed: int) -> None:
@@ -175,11 +181,12 @@ def test_stochastic_rounding_does_not_depend_on_fusing() -> None:
 
 
 def test_rounding_covers_every_row_of_a_shard_and_nothing_of_an_empty_one() -> None:
-    config = configs.tiny_config("bert", precision={"kind": "bf16_sr"}, layout={"zero": 1})
+    config = configs.tiny_config("bert", precision={"kind": "bf16_sr"})
     blueprint = models.family_of(config.model).blueprint(config.model)
     shapes = {name: blueprint.local_shape(name) for name in blueprint.parameter_names()}
-    mesh = Mesh(Layout(dp=4), 3, dp_cp=Group((0, 1, 2, 3), 3))
-    state = FlatState(shapes, blueprint, config, mesh, torch.device("cpu"), load_update_rule(config.optimizer))
+    mesh = Mesh(Layout(dp=4, zero=1), 3, dp_cp=Group((0, 1, 2, 3), 3))
+    context = RankContext(CpuDevice(), mesh, blueprint, Kernels())
+    state = FlatState(shapes, context, config.precision, load_update_rule(config.optimizer))
     for name in state.names:
         ranges = rounding_ranges(state, blueprint, FULL_MODEL, name)
         assert sum(part.weight.numel() for part in ranges) == state.shard_view(state.master_weights, name).numel()

@@ -27,7 +27,7 @@ from trainyard.remote.storage import open_storage
 from trainyard.run.callbacks import build_callbacks
 from trainyard.train.build import build_loaders
 from trainyard.train.optim.load_rule import load_update_rule
-from trainyard.train.optim.lr_schedule import check_schedule, learning_rate
+from trainyard.train.optim.lr_schedule import learning_rate
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "customize.md"
 OURS = "tests.support.user_code"
@@ -394,7 +394,7 @@ def test_bert_samples_are_checked(user_directory: Path) -> None:
 def test_mistakes_in_a_schedule(user_directory: Path, body: str, message: str) -> None:
     write_module(user_directory, body)
     with pytest.raises(UserError, match=message):
-        check_schedule(configs.tiny_config(schedule={"kind": "mine:f"}))
+        Trainer(configs.tiny_config(schedule={"kind": "mine:f"}))
 
 
 def test_schedule_is_a_factor() -> None:

@@ -44,7 +44,8 @@ def _load_smoke(source: str, overrides: list[str], ranks: int, warn: Callable[[s
         return config
     from trainyard.data.loading.build import data_vocab_size  # reads data, which other commands need not
 
-    return parse(config.model_dump(mode="json"), [f"model.vocab={data_vocab_size(config)}"])
+    vocab = data_vocab_size(config.data)
+    return parse(config.model_dump(mode="json"), [f"model.vocab={vocab}"]) if vocab else config
 
 
 def _checkpoint_model(overrides: list[str]) -> ModelConfig | None:

@@ -54,6 +54,11 @@ class CheckpointSection(Section):
         """True if the run writes checkpoints."""
         return bool(self.every or self.every_minutes)
 
+    @property
+    def weights_from(self) -> str | None:
+        """Where a run that starts at step 0 reads its weights; None: it initializes them."""
+        return self.resume if self.weights_only else self.init_from
+
     @model_validator(mode="after")
     def _check_memory_copies(self) -> Self:
         if self.memory_every and not self.saving_enabled:

@@ -90,20 +90,22 @@ class Evaluator:
         self.config, self.on_progress = config, on_progress
         self.world = world = world or World.from_environment()
         self.layout = Layout.from_config(config, world.size)
-        self.device = build.build_device(config, world)
+        self.device = build.build_device(config.device, config.precision, world)
         rank_order = self.device.rank_order(self.layout.tp, world.size)
         self.mesh = Mesh.create(self.layout, self.device, world, rank_order)
         compile_fn = make_compile_fn(config.compile, self.device, world.local_rank)
-        context = build.build_rank_context(config, self.device, self.mesh)
-        self.loss_fn = build.build_loss(config, None, context, compile_fn)
-        self.metrics = build.build_metrics(config, None, self.loss_fn)
-        self.models = build.build_stages(config, context)
+        model, precision = config.model, config.precision
+        self.context = context = build.build_rank_context(model, config.device, self.device, self.mesh)
+        self.loss_fn = build.build_loss(config.train.loss, None, model, precision, context, compile_fn)
+        self.metrics = build.build_metrics(config.evaluate.metrics, None, self.loss_fn)
+        self.models = build.build_stages(model, precision, context, config.data.seq_len, config.train.global_batch)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         self._load(weights)
-        self.padding_free = packs_batches(config, self.layout, context.kernels.has_varlen_attention)
-        build.wrap_blocks(config, self.models, context, compile_fn, self.padding_free)
-        for model in self.models:
-            model.eval()
+        self.padding_free = packs_batches(config.model, self.layout, context.kernels.has_varlen_attention)
+        mode = config.compile.mode
+        build.wrap_blocks(self.models, config.recompute, mode, context, compile_fn, self.padding_free)
+        for stage in self.models:
+            stage.eval()
         self._runners: dict[tuple[int, int], MicroBatchRunner] = {}
 
     def _load(self, weights: WeightSource) -> None:
@@ -148,7 +150,7 @@ class Evaluator:
         shape = (config.data.seq_len, config.data.max_predictions)
         if shape not in self._runners:
             Layout.from_config(config, self.world.size)  # its rules depend on seq_len
-            self._runners[shape] = MicroBatchRunner(self.models, config, self.device, self.mesh, self.padding_free)
+            self._runners[shape] = MicroBatchRunner(self.models, config, self.context, self.padding_free)
         for model in self.models:
             model.max_seq_len = config.data.seq_len
         return self._runners[shape]

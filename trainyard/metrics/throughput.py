@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-from trainyard.config.schema import Config
 from trainyard.devices import PeakThroughput
 from trainyard.families.flops import SampleFlops
 
@@ -11,8 +10,10 @@ from trainyard.families.flops import SampleFlops
 class ThroughputMeter:
     """Measures steps over intervals that start with `start` and end with `read`."""
 
-    def __init__(self, config: Config, flops: SampleFlops, peak: PeakThroughput | None, ranks: int = 1) -> None:
-        self.config = config
+    def __init__(
+        self, global_batch: int, seq_len: int, flops: SampleFlops, peak: PeakThroughput | None, ranks: int = 1
+    ) -> None:
+        self.global_batch, self.seq_len = global_batch, seq_len
         self.flops = flops
         self.peak = peak
         self.ranks = ranks
@@ -26,10 +27,10 @@ class ThroughputMeter:
     def read(self, step: int) -> dict[str, Any]:
         """Metrics of the interval that ends with `step`. `mfu` counts full attention, `mfu_causal` half of it."""
         seconds = (time.perf_counter() - self.started_at) / max(step - self.last_step, 1)
-        sequences = self.config.train.global_batch / seconds
+        sequences = self.global_batch / seconds
         record = {
             "ms_per_iteration": seconds * 1000,
-            "tokens_per_second": sequences * self.config.data.seq_len,
+            "tokens_per_second": sequences * self.seq_len,
             "sequences_per_second": sequences,
             "tflops_per_second": sequences * self.flops.full_attention / 1e12,
         }

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, product
-from math import log2
+from math import log2, prod
 from typing import Literal, Self
 
-from trainyard.config.schema import Config
+from trainyard.config.layout_schema import LayoutSection
+from trainyard.config.schema import Config, TrainSection
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.section import nearest_multiples
@@ -22,6 +23,8 @@ from trainyard.families.flops import layer_flops
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXIS_ORDER: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
+SECTION_KEYS = ["tp", "pp", "cp", "vpp", "ep", "sequence_parallel", "cp_method", "pipeline_schedule", "bucket_mib"]
+"""Keys of the layout section that a Layout takes as they are."""
 MAX_SUGGESTIONS = 3
 """Valid layouts that an error message names."""
 
@@ -51,10 +54,15 @@ class Layout:
     """Micro batches per rank and optimizer step."""
     stages: tuple[StageSpec, ...] = ()
     """All pp x vpp pipeline stages."""
-    v_shaped: bool = False
-    """Stages run down the pipeline ranks and back up (zbv) instead of in rounds."""
     ep: int = 1
     """Adjacent data and context parallel ranks that divide the experts."""
+    zero: int = 0
+    """The ZeRO stage in effect: 0 if no two ranks hold the same parameters."""
+    sequence_parallel: bool = False
+    cp_method: Literal["ring", "all_gather"] = "ring"
+    pipeline_schedule: Literal["1f1b", "zero_bubble", "zbv"] = "1f1b"
+    bucket_mib: int = 256
+    """The last four are those of the layout section."""
 
     @property
     def world_size(self) -> int:
@@ -123,7 +131,8 @@ class Layout:
     def stage_owner(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
         round_index, pp_rank = divmod(stage, self.pp)
-        return self.pp - 1 - pp_rank if self.v_shaped and round_index % 2 else pp_rank
+        runs_back_up = self.pipeline_schedule == "zbv" and round_index % 2  # instead of in rounds
+        return self.pp - 1 - pp_rank if runs_back_up else pp_rank
 
     @cached_property
     def layer_owner(self) -> dict[int, int]:
@@ -133,29 +142,34 @@ class Layout:
     @classmethod
     def from_config(cls, config: Config, world_size: int) -> Self:
         """The layout of `config` on `world_size` ranks. Raises UserError if a rule is violated."""
-        layout = config.layout
-        if violation := _first_violation(config, world_size, layout.tp, layout.pp, layout.cp):
-            nearest = _nearest_layouts(config, world_size)
+        section, model, train, seq_len = config.layout, config.model, config.train, config.data.seq_len
+        sizes = section.tp, section.pp, section.cp
+        if violation := _first_violation(section, sizes, model, train, seq_len, world_size):
+            nearest = _nearest_layouts(section, model, train, seq_len, world_size)
             on = f"nearest on {counted(world_size, 'rank')}"
             raise UserError(f"{violation}; {on}: {nearest}" if nearest else violation)
-        dp = world_size // (layout.tp * layout.pp * layout.cp)
+        dp = world_size // prod(sizes)
         return cls(
-            layout.tp,
-            layout.pp,
-            layout.cp,
-            dp,
-            layout.vpp,
-            replication_factor(config.model.num_kv_heads, layout.tp),
-            config.train.global_batch // (config.train.micro_batch * dp),
-            _split_stages(config),
-            layout.pipeline_schedule == "zbv",
-            layout.ep,
+            **{key: getattr(section, key) for key in SECTION_KEYS},
+            dp=dp,
+            kv_replication=replication_factor(model.num_kv_heads, section.tp),
+            micro_batches=train.global_batch // (train.micro_batch * dp),
+            stages=_split_stages(section, model, seq_len),
+            zero=section.zero if dp * section.cp > 1 else 0,
         )
 
 
-def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int) -> str | None:
-    """The first rule that this layout violates on `world_size` ranks, as text for the user."""
-    model, layout, train, seq_len = config.model, config.layout, config.train, config.data.seq_len
+def _first_violation(
+    layout: LayoutSection,
+    sizes: tuple[int, int, int],
+    model: ModelConfig,
+    train: TrainSection,
+    seq_len: int,
+    world_size: int,
+) -> str | None:
+    """The first rule that `layout` with these `sizes` of tp, pp and cp violates on `world_size` ranks, as text for the
+    user."""
+    tp, pp, cp = sizes
     stages = pp * layout.vpp
     if model.heads % tp:
         return f"layout.tp={tp}: does not divide model.heads={model.heads}"
@@ -206,15 +220,15 @@ def _expert_violation(family: str, experts: int, ep: int, dp: int, cp: int) -> s
     return None
 
 
-def _nearest_layouts(config: Config, world_size: int) -> str:
+def _nearest_layouts(
+    section: LayoutSection, model: ModelConfig, train: TrainSection, seq_len: int, world_size: int
+) -> str:
     """The valid layouts closest to the configured one, as text; empty if there are none."""
-    section = config.layout
     configured = (section.tp, section.pp, section.cp)
 
     def distance(sizes: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
         return sum(abs(log2(a / b)) for a, b in zip(sizes, configured, strict=True)), sizes
 
-    model, seq_len = config.model, config.data.seq_len
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     # pp stays as configured if other keys depend on it. Sizes that no layout can have are left out early: 10,000 ranks
     # have thousands of products.
@@ -222,24 +236,23 @@ def _nearest_layouts(config: Config, world_size: int) -> str:
     tp_sizes = [d for d in divisors if all(size % d == 0 for size in (model.heads, *model.ffn_sizes.values()))]
     pp_sizes = [d for d in divisors if d <= model.layers and (pp_is_free or d == section.pp)]
     cp_sizes = [d for d in divisors if d == 1 or seq_len % (2 * d) == 0]
-    valid = [
-        (tp, pp, cp)
-        for tp, pp, cp in product(tp_sizes, pp_sizes, cp_sizes)
-        if world_size % (tp * pp * cp) == 0 and not _first_violation(config, world_size, tp, pp, cp)
-    ]
-    nearest = sorted(valid, key=distance)[:MAX_SUGGESTIONS]
+
+    def is_valid(sizes: tuple[int, int, int]) -> bool:
+        return not (world_size % prod(sizes) or _first_violation(section, sizes, model, train, seq_len, world_size))
+
+    nearest = sorted(filter(is_valid, product(tp_sizes, pp_sizes, cp_sizes)), key=distance)[:MAX_SUGGESTIONS]
     return ", ".join(f"tp={tp} pp={pp} cp={cp} (dp={world_size // (tp * pp * cp)})" for tp, pp, cp in nearest)
 
 
-def _split_stages(config: Config) -> tuple[StageSpec, ...]:
+def _split_stages(section: LayoutSection, model: ModelConfig, seq_len: int) -> tuple[StageSpec, ...]:
     """Assign layers to stages. If layers of one kind do not divide evenly, the middle stages get one more, because the
     first stage also computes the embedding and the last one the head. Layers of several kinds are divided by their
     work."""
-    model, layers, count = config.model, config.model.layers, config.layout.pp * config.layout.vpp
-    if config.layout.pipeline_cuts:
-        ends = [cut + 1 for cut in config.layout.pipeline_cuts] + [layers]
+    layers, count = model.layers, section.pp * section.vpp
+    if section.pipeline_cuts:
+        ends = [cut + 1 for cut in section.pipeline_cuts] + [layers]
     elif len({model.layer_kind(layer) for layer in range(layers)}) > 1:
-        ends = _ends_by_work(_layer_work(model, config.data.seq_len), count)
+        ends = _ends_by_work(_layer_work(model, seq_len), count)
     else:
         sizes = [layers // count] * count
         for stage in sorted(range(count), key=lambda stage: (abs(2 * stage + 1 - count), stage))[: layers % count]:

@@ -44,7 +44,6 @@ class Pipeline:
         self,
         modules: Sequence[nn.Module],
         mesh: Mesh,
-        schedule: str,
         tokens: Tensor,
         activations: Tensor,
         device: torch.device,
@@ -53,6 +52,7 @@ class Pipeline:
         """`modules` are this rank's stages. `tokens` and `activations` are example inputs of the first stage and of the
         others (only shapes matter). `span` makes the context in which a stage computes a micro batch."""
         layout, specs = mesh.layout, mesh.layout.stages_on(mesh.coords["pp"])
+        schedule = layout.pipeline_schedule
         loss = torch.empty(1, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(

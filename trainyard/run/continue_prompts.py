@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.config.schema import Config, SamplesSection
+from trainyard.config.data_schema import DataSection
+from trainyard.config.schema import SamplesSection
 from trainyard.core.batch import Batch
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.counter_rng import key64
@@ -25,7 +26,8 @@ from trainyard.train.micro_batches.runner import MicroBatchRunner
 @torch.no_grad()
 def continue_prompts(
     runner: MicroBatchRunner,
-    config: Config,
+    options: SamplesSection,
+    data: DataSection,
     prompts: Sequence[Sequence[int]],
     end_id: int | None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -41,13 +43,13 @@ def continue_prompts(
     with runner.eval_mode():
         for first in range(0, len(prompts), capacity):
             group = prompts[first : first + capacity]
-            rows = _Rows(config, group, first, -(-capacity // runner.micro_batch) * runner.micro_batch)
-            for _ in range(config.samples.max_new_tokens):
+            rows = _Rows(options.seed, data, group, first, -(-capacity // runner.micro_batch) * runner.micro_batch)
+            for _ in range(options.max_new_tokens):
                 if rows.all_finished:
                     break
                 if should_stop():
                     return None
-                rows.append(_next_tokens(runner, config.samples, rows), end_id)
+                rows.append(_next_tokens(runner, options, rows), end_id)
             results += rows.new_tokens
     return results
 
@@ -55,16 +57,18 @@ def continue_prompts(
 class _Rows:
     """Prompts in rows of data.seq_len tokens, each with its own length. Rows without a prompt fill up micro batches."""
 
-    def __init__(self, config: Config, prompts: Sequence[Sequence[int]], first: int, num_rows: int) -> None:
+    def __init__(
+        self, seed: int, data: DataSection, prompts: Sequence[Sequence[int]], first: int, num_rows: int
+    ) -> None:
         """`first` is the index of the first prompt among all prompts; the index is part of a prompt's random key."""
-        self.document_mask = config.data.document_mask
-        self.tokens = torch.zeros(num_rows, config.data.seq_len, dtype=torch.int32)
+        self.document_mask = data.document_mask
+        self.tokens = torch.zeros(num_rows, data.seq_len, dtype=torch.int32)
         for row, prompt in zip(self.tokens, prompts, strict=False):
             row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
         self.lengths = [len(prompt) for prompt in prompts]
         self.new_tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = [False for _ in prompts]
-        self.seeds = torch.tensor([key64(config.samples.seed, "samples", first + row) for row in range(num_rows)])
+        self.seeds = torch.tensor([key64(seed, "samples", first + row) for row in range(num_rows)])
 
     @property
     def all_finished(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainyard.checkpoint.native.checkpoint import Checkpoint, latest_checkpoint
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
-from trainyard.config.schema import Config
+from trainyard.config.data_schema import DataSection
 from trainyard.core.errors import UserError
 from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import hf_tokenizer_files
@@ -22,24 +22,25 @@ from trainyard.train.optim.optimizer import Optimizer
 logger = logging.getLogger(__name__)
 
 
-def run_model_files(config: Config, resumed: Checkpoint | None) -> dict[str, bytes]:
+def run_model_files(
+    data: DataSection, model: ModelConfig, weights_from: str | None, resumed: Checkpoint | None
+) -> dict[str, bytes]:
     """Contents by file name: those of data.tokenizer, or of the checkpoint from which the run resumes or starts.
 
     Empty if the tokenizer is not known, as for tokens that were prepared elsewhere. Those of a resumed checkpoint are
     compared with their checksums even if they are not used, so that the user learns of a damaged file.
     """
     saved = _saved_files(resumed) if resumed else {}
-    if config.data.source == "text" or config.data.tokenizer != "bytes":
-        files = _tokenizer_files(config)
-        if config.model.eos_token_id is not None:
+    if data.source == "text" or data.tokenizer != "bytes":
+        files = _tokenizer_files(data)
+        if model.eos_token_id is not None:
             files.pop("generation_config.json", None)  # config.json has the ids
         return files
-    init_from = config.checkpoint.resume if config.checkpoint.weights_only else config.checkpoint.init_from
-    if saved or not init_from:
+    if saved or not weights_from:
         return saved
-    if not is_remote_model(init_from) and (latest := latest_checkpoint(open_storage(init_from))):
+    if not is_remote_model(weights_from) and (latest := latest_checkpoint(open_storage(weights_from))):
         return _saved_files(Checkpoint(latest))
-    found = find_tokenizer_files(init_from)
+    found = find_tokenizer_files(weights_from)
     return read_model_files(found[0].parent) if found else {}
 
 
@@ -70,10 +71,10 @@ def _saved_files(checkpoint: Checkpoint) -> dict[str, bytes]:
         return {}
 
 
-def _tokenizer_files(config: Config) -> dict[str, bytes]:
+def _tokenizer_files(data: DataSection) -> dict[str, bytes]:
     """The files next to the tokenizer, such as its chat template, and those that are missing there."""
-    files = hf_tokenizer_files(tokenizer_spec(config.data))
-    path = local_tokenizer(config.data.tokenizer)
+    files = hf_tokenizer_files(tokenizer_spec(data))
+    path = local_tokenizer(data.tokenizer)
     directory = path if path.is_dir() else path.parent
     if path.is_dir() or path.name in ("tokenizer.json", "tokenizer.model"):
         files |= read_model_files(directory)

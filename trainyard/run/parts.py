@@ -152,8 +152,9 @@ def _profiler(trainer: BuiltTrainer) -> Sequence[Part]:
 
 
 def _spans(trainer: BuiltTrainer) -> Sequence[Part]:
-    path = trainer.run_directory.path
-    return (RunSpans(trainer.spans, trainer.config, path, trainer.context, trainer.completed_steps),)
+    config, path = trainer.config, trainer.run_directory.path
+    enabled = config.log.spans and trainer.completed_steps < config.train.steps
+    return (RunSpans(trainer.spans, path, trainer.context, enabled, config.compile.enabled),)
 
 
 def _stragglers(trainer: BuiltTrainer) -> Sequence[Part]:
@@ -174,7 +175,7 @@ def _text_samples(trainer: BuiltTrainer) -> Sequence[Part]:
         return ()
     run_log = trainer.part(RunLog)
     prompts, poll_stop = trainer.text_prompts, trainer.poll_stop
-    return (TextSamples(prompts, trainer.config, trainer.runner, poll_stop, trainer.spans, run_log),)
+    return (TextSamples(prompts, trainer.runner, poll_stop, trainer.spans, run_log),)
 
 
 ORDER: tuple[Callable[[BuiltTrainer], Sequence[Callback]], ...] = (

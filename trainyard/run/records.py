@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import torch
 
-from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped
 from trainyard.core.quantities import counted
 from trainyard.models import TransformerStage
@@ -48,31 +47,30 @@ class RunSummary:
 
 def step_record(
     result: StepResult,
-    rates: dict[str, Any],
-    config: Config,
+    progress: dict[str, Any],
+    global_batch: int,
     optimizer: Optimizer,
     context: RankContext,
     models: Sequence[TransformerStage],
     is_first: bool,
 ) -> dict[str, Any]:
-    """The metrics of a step; `rates` are its throughput. The first record since the start or a resume names the
-    hardware. Waits for the step. All ranks call this together."""
+    """The metrics of a step; `progress` are samples, tokens and throughput, `models` the stages if they have experts.
+    The first record since the start or a resume names the hardware. Waits for the step. All ranks call this
+    together."""
     status, device, mesh = result.read_status(), context.device, context.mesh
     terms = {f"loss/{name}": float(value) for name, value in result.terms.items()}
     record: dict[str, Any] = {
         "step": result.step,
-        "consumed_samples": result.step * config.train.global_batch,
-        "consumed_tokens": result.step * config.train.global_batch * config.data.seq_len,
-        **rates,
+        **progress,
         "lr": result.lr,
-        "global_batch": config.train.global_batch,
+        "global_batch": global_batch,
         "loss": float(result.loss),
         **(terms if len(terms) > 1 else {}),
         "grad_norm": float(result.grad_norm),
         "param_norm": float(optimizer.weight_norm()),
         "skipped": status.skipped_total,
         "memory_bytes": device.max_memory_allocated(),
-        **(expert_load(models, mesh) if config.model.num_experts and models else {}),
+        **(expert_load(models, mesh) if models else {}),
     }
     if is_first:
         record |= {"device": device.describe(), "ranks": mesh.layout.world_size}
@@ -111,15 +109,15 @@ def describe_skipped(result: StepResult, optimizer: Optimizer, mesh: Mesh) -> st
     return f"loss {float(result.loss)}, not finite: {culprits}"
 
 
-def too_many_skipped(result: StepResult, config: Config, optimizer: Optimizer, mesh: Mesh) -> RunStopped:
-    """The error that ends a run after train.max_skipped_steps skipped steps in a row."""
+def too_many_skipped(result: StepResult, limit: int, optimizer: Optimizer, mesh: Mesh) -> RunStopped:
+    """The error that ends a run after `limit` skipped steps in a row."""
     problem, advice = "not finite and skipped", "try a lower optimizer.lr or a longer schedule.warmup_steps"
     if not result.label_count > 0:
         problem, advice = "skipped", "check the labels of the data, or the count that the loss returns"
     in_a_row = result.read_status().skipped_in_a_row
     return RunStopped(
         f"step {result.step}: {counted(in_a_row, 'step')} in a row {'was' if in_a_row == 1 else 'were'} {problem} "
-        f"(train.max_skipped_steps={config.train.max_skipped_steps}); "
+        f"(train.max_skipped_steps={limit}); "
         f"{describe_skipped(result, optimizer, mesh)}; {advice}"
     )
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainyard import compat
-from trainyard.config.schema import Config
 from trainyard.core.world import host_name
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.metrics.spans import DEVICE_NAMES, NAMES, SpanHeader, span_path
@@ -22,19 +21,18 @@ Meeting = tuple[int, int]
 
 
 class RunSpans(Part):
-    """The span file of a rank, if log.spans asks for it and steps are left to run."""
+    """The span file of a rank, if `enabled`."""
 
     def __init__(
         self,
         recorder: SpanRecorder,
-        config: Config,
         run_directory: Path,
         context: RankContext,
-        completed_steps: int,
+        enabled: bool,
+        compiles: bool,
     ) -> None:
         self.recorder, self.mesh, self.device = recorder, context.mesh, context.device
-        self.run_directory, self.zero, self.compiles = run_directory, config.layout.zero, config.compile.enabled
-        self.enabled = config.log.spans and completed_steps < config.train.steps
+        self.run_directory, self.enabled, self.compiles = run_directory, enabled, compiles
         self.stop_compile_spans: Callable[[], None] = lambda: None
 
     def open(self) -> None:
@@ -49,7 +47,7 @@ class RunSpans(Part):
             self.recorder.start_unix_ns,
             offset.offset_ns,
             offset.error_ns,
-            self.mesh.coords["dp"] if self.zero < 2 else 0,
+            self.mesh.coords["dp"] if self.mesh.layout.zero < 2 else 0,
             synchronous,
         )
         device_clock = None if synchronous else self.device.stopwatch()

@@ -12,40 +12,37 @@ from typing import Any
 from trainyard import devices, models
 from trainyard.config.schema import Config
 from trainyard.core.world import World
+from trainyard.data.loading.build import validation_sections
+from trainyard.families.flops import flops_per_sample
 from trainyard.metrics.loggers.build import check_loggers
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.span_recorder import SpanRecorder
+from trainyard.metrics.throughput import ThroughputMeter
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.run.callbacks import Callback, P, Part, build_callbacks
 from trainyard.run.checkpointing.config_check import check_compatible
-from trainyard.run.checkpointing.data_check import check_data_versions
+from trainyard.run.checkpointing.data_check import check_same_versions
 from trainyard.run.checkpointing.resume import find_resume_point, restore
 from trainyard.run.profiler import check_profile_ranks
 from trainyard.run.shutdown import StopSignal
 from trainyard.run.stragglers import StragglerMonitor
-from trainyard.run.text_samples import TextPrompts
+from trainyard.run.text_samples import TextPrompts, prompt_tokenizer
 from trainyard.train import build
 from trainyard.train.compile.compile_blocks import make_compile_fn
-from trainyard.train.decisions import packs_batches
+from trainyard.train.decisions import fuses_wgrad, packs_batches
 from trainyard.train.evaluate import Metric
 from trainyard.train.loss import LossFunction
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
+from trainyard.train.optim.flat_state import FlatState, local_shapes
+from trainyard.train.optim.gradient_sync import GradientSync
 from trainyard.train.optim.load_rule import load_update_rule
-from trainyard.train.optim.lr_schedule import check_schedule
+from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
-
-
-def check_config(config: Config, world: World) -> None:
-    """Raise UserError for a mistake that shows before anything is built: in the user's schedule and update rule, and in
-    profile.ranks."""
-    check_schedule(config)
-    load_update_rule(config.optimizer)
-    check_profile_ranks(config.profile, world.size)
 
 
 class TrainSetup:
@@ -73,9 +70,12 @@ class TrainSetup:
         self.callbacks: list[Callback] = self.user_callbacks
         """In the order in which they are called; `run` adds the parts."""
         self.world = world = world or World.from_environment()
-        check_config(config, world)  # reports a mistake before anything is built
+        for step in (1, config.train.steps):
+            learning_rate(config, step)  # a mistake of the user's schedule shows before anything is built
+        rule = load_update_rule(config.optimizer)
+        check_profile_ranks(config.profile, world.size)
         self.layout = layout = Layout.from_config(config, world.size)
-        self.device = device = build.build_device(config, world, device)
+        self.device = device = build.build_device(config.device, config.precision, world, device)
         preflight(config, layout, device)
         self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
         if config.log.loggers:
@@ -85,39 +85,52 @@ class TrainSetup:
         self.directory = self.continued_run.path if self.continued_run else None
         if self.resumed:
             check_compatible(self.resumed, config, mesh, device)
-        self.text_prompts = TextPrompts(config, mesh, device, self.resumed) if config.samples.every else None
+        self.text_prompts: TextPrompts | None = None
+        weights_from, samples = config.checkpoint.weights_from, config.samples
+        if samples.every:
+            make_tokenizer = partial(prompt_tokenizer, samples, config.data, config.model, weights_from, self.resumed)
+            self.text_prompts = TextPrompts(samples.prompts, config.data.seq_len, make_tokenizer, mesh, device)
         compile_fn = make_compile_fn(config.compile, device, world.local_rank)
         self.compiles = compile_fn is not None
-        self.context = context = build.build_rank_context(config, device, mesh)
+        self.context = context = build.build_rank_context(config.model, config.device, device, mesh)
         self.blueprint = context.blueprint
-        self.loss_fn = build.build_loss(config, loss, context, compile_fn)
-        self.metrics = build.build_metrics(config, metrics, self.loss_fn)
-        self.evaluation_fn = build.build_evaluation(config, evaluate)
+        self.loss_fn = build.build_loss(config.train.loss, loss, config.model, config.precision, context, compile_fn)
+        self.metrics = build.build_metrics(config.evaluate.metrics, metrics, self.loss_fn)
+        self.evaluation_fn = build.build_evaluation(config.evaluate, evaluate)
         needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
         self.loader, self.validation_loaders = build.build_loaders(config, needs_validation)
         """`validation_loaders` by name; "" are the samples held out from the training data."""
-        check_data_versions(config, needs_validation, mesh)
+        validation_sets = validation_sections(config.data, config.evaluate.sets) if needs_validation else {}
+        for data in (config.data, *validation_sets.values()):
+            check_same_versions(data, mesh)
         logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
-        self.models = build.build_stages(config, context)
+        self.models = build.build_stages(
+            config.model, config.precision, context, config.data.seq_len, config.train.global_batch
+        )
         """This rank's pipeline stages; without a pipeline, the full model alone."""
-        values = build.initial_parameters(config, context, self.resumed is not None, weights)
+        resuming = self.resumed is not None
+        values = build.initial_parameters(config.model, weights_from, config.train.seed, context, resuming, weights)
         self.stragglers = StragglerMonitor.create(mesh, device, config.layout.zero)
         stopwatch = self.stragglers.stopwatch if self.stragglers else None
         self.spans = SpanRecorder()
         waiting = self.spans.waiting(stopwatch, world.size)
-        self.optimizer = Optimizer(
-            self.models, self.blueprint, values, config, device, mesh, context.kernels, compile_fn, waiting
-        )
-        padding_free = packs_batches(config, layout, context.kernels.has_varlen_attention)
-        build.wrap_blocks(config, self.models, context, compile_fn, padding_free)
-        self.runner = MicroBatchRunner(self.models, config, device, mesh, padding_free, self.spans)
+        state = FlatState(local_shapes(self.models), context, config.precision, rule)
+        state.load_values(values)
+        fused_wgrad = fuses_wgrad(layout, config.precision, context.kernels.fused_wgrad, self.compiles)
+        sync = GradientSync(state, self.models, context, fused_wgrad, waiting)
+        self.optimizer = Optimizer(state, sync, context, config.optimizer, config.train.seed, compile_fn)
+        padding_free = packs_batches(config.model, layout, context.kernels.has_varlen_attention)
+        build.wrap_blocks(self.models, config.recompute, config.compile.mode, context, compile_fn, padding_free)
+        self.runner = MicroBatchRunner(self.models, config, context, padding_free, self.spans)
         on_gradients_ready = partial(self.notify, "on_gradients_ready")
         self.train_step = TrainStep(
             self.runner, self.loss_fn, self.optimizer, config.train.seed, on_gradients_ready, stopwatch, waiting
         )
         self.batch_slice = rank_samples(config.train.global_batch, layout.dp, mesh.coords["dp"])
         """This rank's samples of each global batch."""
-        self.throughput = build.build_throughput_meter(config, context, self.optimizer.state.compute_dtype)
+        flops = flops_per_sample(config.model, self.blueprint, config.data.seq_len, config.data.max_predictions)
+        peak = device.peak_throughput(state.compute_dtype)
+        self.throughput = ThroughputMeter(config.train.global_batch, config.data.seq_len, flops, peak, world.size)
         self.run_directory: RunDirectory
         self.model_files: dict[str, bytes] = {}
         """On the first rank, the files of the tokenizer."""

@@ -34,12 +34,13 @@ class Trainer(TrainSetup):
         config, is_leader = self.config, self.mesh.layout_rank == 0
         if config.checkpoint.export_hf:  # before anything is written
             check_export(config.model)
-        lock = partial(lock_directories, config, self.continued_run, self.lost_run)
+        lock = partial(lock_directories, config.checkpoint, config.log, self.continued_run, self.lost_run)
         self.run_directory = self.mesh.broadcast_object(lock, self.device)
         self.directory = directory = self.run_directory.path
         with self.run_directory:
             if is_leader:
-                self.model_files = run_model_files(config, self.resumed)
+                weights_from = config.checkpoint.weights_from
+                self.model_files = run_model_files(config.data, config.model, weights_from, self.resumed)
                 atomic_write_text(directory / "config.yaml", dump(config))
             closing_parts, start = build_parts(self), time.perf_counter()
             with self.stop_signal.handle_signals(), closing_parts:
@@ -144,15 +145,21 @@ class Trainer(TrainSetup):
         for part in self.parts:
             part.handle_status(result.step, status, log_due and not too_many)
         if too_many:
-            raise too_many_skipped(result, self.config, self.optimizer, self.mesh)
+            raise too_many_skipped(result, self.config.train.max_skipped_steps, self.optimizer, self.mesh)
 
     def _log(self, result: StepResult) -> None:
         """Make the record of a step and hand it to the callbacks, which may evaluate and make text samples."""
         result.read_status()  # waits for the step, which the throughput includes
         self.optimizer.wait_for_weights()  # callbacks may read the weights
-        rates, is_first = self.throughput.read(result.step), not self.last_record
+        batch, is_first = self.config.train.global_batch, not self.last_record
+        consumed = {
+            "consumed_samples": result.step * batch,
+            "consumed_tokens": result.step * batch * self.config.data.seq_len,
+        }
+        progress = consumed | self.throughput.read(result.step)
+        models = self.models if self.config.model.num_experts else ()
         with self.spans("log"):
-            record = step_record(result, rates, self.config, self.optimizer, self.context, self.models, is_first)
+            record = step_record(result, progress, batch, self.optimizer, self.context, models, is_first)
         self.last_record = record
         for part in self.parts:
             part.add_metrics(result, record)

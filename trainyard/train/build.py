@@ -1,4 +1,4 @@
-"""Builds what a step needs from a Config, one function for each piece.
+"""Builds what a step needs from sections of its configuration, one function for each piece.
 
 The order is fixed: build the stages (split over tp and pp), create the optimizer (which shards them over dp), apply
 recompute, compile. The last two replace only `forward`, so hooks around a block stay outside.
@@ -13,15 +13,13 @@ import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.weights import local_values
-from trainyard.config.schema import Config
+from trainyard.config.schema import Config, DeviceSection, EvaluateSection, PrecisionSection, RecomputeSection
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
 from trainyard.data.loading.build import build_datasets, build_validation_sets
 from trainyard.data.loading.loader import BatchLoader
-from trainyard.families.flops import flops_per_sample
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.metrics.throughput import ThroughputMeter
 from trainyard.models.init import initial_values
 from trainyard.models.sharding import shard_values
 from trainyard.parallel.axes import Axes
@@ -42,59 +40,67 @@ from trainyard.train.user_functions import check_named_numbers, user_function
 logger = logging.getLogger(__name__)
 
 
-def build_device(config: Config, world: World, device: devices.Device | None = None) -> devices.Device:
-    """The device of config.device.name (or the given one), prepared for this run."""
-    device = device or devices.select(config.device.name)
-    device.prepare(config.device.deterministic, world, config.precision.kind, config.device.lnc)
-    if config.device.threads:
-        torch.set_num_threads(config.device.threads)
+def build_device(
+    section: DeviceSection, precision: PrecisionSection, world: World, device: devices.Device | None = None
+) -> devices.Device:
+    """The device that the section names (or the given one), prepared for this run."""
+    device = device or devices.select(section.name)
+    device.prepare(section.deterministic, world, precision.kind, section.lnc)
+    if section.threads:
+        torch.set_num_threads(section.threads)
     return device
 
 
-def build_rank_context(config: Config, device: devices.Device, mesh: Mesh) -> RankContext:
-    blueprint = models.blueprint_of(config.model)
-    return RankContext(device, mesh, blueprint, device.kernels(fused=config.device.kernels == "fused"))
+def build_rank_context(
+    model: models.ModelConfig, section: DeviceSection, device: devices.Device, mesh: Mesh
+) -> RankContext:
+    blueprint = models.blueprint_of(model)
+    return RankContext(device, mesh, blueprint, device.kernels(fused=section.kernels == "fused"))
 
 
 def build_loss(
-    config: Config, user_loss: LossFunction | None, context: RankContext, compile_fn: CompileFn | None
+    name: str | None,
+    user_loss: LossFunction | None,
+    model: models.ModelConfig,
+    precision: PrecisionSection,
+    context: RankContext,
+    compile_fn: CompileFn | None,
 ) -> Loss:
-    """The user's loss (an argument, or what config.train.loss names), or the loss of the model family."""
-    named = config.train.loss or models.family_of(config.model).loss
+    """The user's loss (an argument, or what train.loss names), or the loss of the model family."""
+    named = name or models.family_of(model).loss
     function = user_loss or (import_function(named, "train.loss", or_subclass_of=Loss) if is_user_path(named) else None)
     if function and not inspect.isclass(function):
         return UserLoss(function)
-    fp8 = fp8_layers(config)
-    head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
+    fp8 = fp8_layers(precision, model.layers)
+    head_recipe = fp8.recipe if fp8 and precision.head_dtype == "fp8" else None
     head_loss = make_head_loss(context.kernels, compile_fn, head_recipe, context.device.kind.max_logits_bytes)
     return make_loss(named, head_loss)
 
 
-def fp8_layers(config: Config) -> models.Fp8Layers | None:
+def fp8_layers(precision: PrecisionSection, layers: int) -> models.Fp8Layers | None:
     """The layers that multiply in fp8; None unless precision.kind is fp8."""
-    precision = config.precision
     if precision.kind != "fp8":
         return None
-    return models.Fp8Layers(Fp8Options(precision.fp8_scaling, precision.fp8_backward), fp8_layer_range(config))
+    options = Fp8Options(precision.fp8_scaling, precision.fp8_backward)
+    return models.Fp8Layers(options, fp8_layer_range(precision, layers))
 
 
-def build_metrics(config: Config, metrics: Mapping[str, Metric] | None, loss: Loss) -> dict[str, Metric]:
-    """Metrics of config.evaluate.metrics, and those given as an argument."""
-    for name in {*config.evaluate.metrics, *(metrics or {})} & {*RESERVED_NAMES, *loss.term_names}:
+def build_metrics(dotted: Mapping[str, str], metrics: Mapping[str, Metric] | None, loss: Loss) -> dict[str, Metric]:
+    """Metrics of evaluate.metrics, which are `dotted` paths, and those given as an argument."""
+    for name in {*dotted, *(metrics or {})} & {*RESERVED_NAMES, *loss.term_names}:
         raise UserError(
             f"evaluate.metrics.{name}: the evaluation itself reports {name}; nearest: evaluate.metrics.my_{name}"
         )
-    dotted = config.evaluate.metrics.items()
-    imported = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted}
+    imported = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted.items()}
     return {**imported, **(metrics or {})}
 
 
 def build_evaluation(
-    config: Config, evaluate: Callable[[Any], Mapping[str, float]] | None
+    section: EvaluateSection, evaluate: Callable[[Any], Mapping[str, float]] | None
 ) -> Callable[[Any], dict[str, float]] | None:
-    """The user's evaluation function (an argument, or config.evaluate.function), with a check of its results."""
-    function = user_function(evaluate, config.evaluate.function, "evaluate.function")
-    if function and config.evaluate.sets:
+    """The user's evaluation function (an argument, or evaluate.function), with a check of its results."""
+    function = user_function(evaluate, section.function, "evaluate.function")
+    if function and section.sets:
         raise UserError("evaluate.sets: the evaluation function replaces their evaluation; use only one of them")
     return (lambda trainer: check_named_numbers(function(trainer))) if function else None
 
@@ -115,54 +121,61 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
     return BatchLoader(train, batch, seed, shuffle), loaders
 
 
-def build_stages(config: Config, context: RankContext) -> list[models.TransformerStage]:
+def build_stages(
+    model: models.ModelConfig, precision: PrecisionSection, context: RankContext, seq_len: int, global_batch: int
+) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
     device, mesh = context.device, context.mesh
-    method, decomposed, layout = config.layout.cp_method, device.kind.decomposes_attention, mesh.layout
-    if not (config.model.has_static_shapes or device.kind.has_grouped_gemm):
+    decomposed, layout = device.kind.decomposes_attention, mesh.layout
+    if not (model.has_static_shapes or device.kind.has_grouped_gemm):
         raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
-    if decomposed and method == "ring" and layout.cp > 1:
+    if decomposed and layout.cp_method == "ring" and layout.cp > 1:
         logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
     axes = Axes(
-        TensorAxis(mesh.tp, config.layout.sequence_parallel),
-        ContextAxis(mesh.cp, method, decomposed),
+        TensorAxis(mesh.tp, layout.sequence_parallel),
+        ContextAxis(mesh.cp, layout.cp_method, decomposed),
         ExpertAxis(mesh.ep),
     )
-    fp8 = fp8_layers(config)
+    fp8 = fp8_layers(precision, model.layers)
     stages = [
-        models.build_model(config.model, device.torch_device, axes, stage, context.kernels, fp8)
+        models.build_model(model, device.torch_device, axes, stage, context.kernels, fp8)
         for stage in layout.stages_on(mesh.coords["pp"])
     ]
-    for model in stages:
-        model.max_seq_len = config.data.seq_len
-        model.configure_experts(config.train.global_batch, device.kind.has_grouped_gemm)
+    for stage in stages:
+        stage.max_seq_len = seq_len
+        stage.configure_experts(global_batch, device.kind.has_grouped_gemm)
     return stages
 
 
 def initial_parameters(
-    config: Config, context: RankContext, resuming: bool, weights: models.ParameterValues | None
+    model: models.ModelConfig,
+    init_from: str | None,
+    seed: int,
+    context: RankContext,
+    resuming: bool,
+    weights: models.ParameterValues | None,
 ) -> models.ParameterValues:
     """Where this rank's parameters get their values: zeros if a checkpoint is loaded later, the given full weights, a
     checkpoint of any format, or random initialization."""
     blueprint, mesh = context.blueprint, context.mesh
-    shard, section = mesh.model_shard, config.checkpoint
-    init_from = section.resume if section.weights_only else section.init_from
+    shard = mesh.model_shard
     if resuming:
         return lambda name: torch.zeros(blueprint.local_shape(name, shard))
     if weights:
         return shard_values(blueprint, weights, shard)
     if init_from:
         logger.info("reading weights from %s", init_from)
-        opened = open_initial_weights(init_from, config.model, mesh, context.device)
+        opened = open_initial_weights(init_from, model, mesh, context.device)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
         return local_values(opened.weights, shard)
-    return initial_values(blueprint, config.train.seed, context.device.init_device, shard)
+    return initial_values(blueprint, seed, context.device.init_device, shard)
 
 
 def wrap_blocks(
-    config: Config,
     stages: list[models.TransformerStage],
+    recompute: RecomputeSection,
+    compile_mode: str,
     context: RankContext,
     compile_fn: CompileFn | None,
     padding_free: bool,
@@ -171,12 +184,7 @@ def wrap_blocks(
     device, mesh = context.device, context.mesh
     options = device.compile_options() if compile_fn else None
     for model in stages:
-        apply_recompute(list(model.layers.children()), config.recompute)
+        apply_recompute(list(model.layers.children()), recompute)
         if options:
             compile_embedding = not device.synchronous and mesh.tp.size == 1
-            compile_model(model, options, config.compile.mode, padding_free, compile_embedding)
-
-
-def build_throughput_meter(config: Config, context: RankContext, dtype: torch.dtype) -> ThroughputMeter:
-    flops = flops_per_sample(config.model, context.blueprint, config.data.seq_len, config.data.max_predictions)
-    return ThroughputMeter(config, flops, context.device.peak_throughput(dtype), context.mesh.layout.world_size)
+            compile_model(model, options, compile_mode, padding_free, compile_embedding)

@@ -162,7 +162,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         try:
             self.step = int(self.manifest["step"])
             self.dtypes = {kind: DTYPE_BY_CODE[code] for kind, code in self.manifest["kinds"].items()}
-            self.config: Config = parse(self.manifest["config"])
+            self.config = parse(self.manifest["config"])
             self.saved_slices = self._read_slices()
         except UserError as error:  # the file is as it was written: since then, a family or a version has changed
             problem = str(error).partition("; nearest")[0]

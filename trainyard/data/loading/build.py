@@ -79,6 +79,6 @@ def _build_dataset(
     return CheckedDataset(train, data, model), None if validation is None else CheckedDataset(validation, data, model)
 
 
-def data_vocab_size(config: Config) -> int:
-    """The smallest model.vocab for data.paths; model.vocab itself if the source takes any."""
-    return find_source(config.data).vocab_size(config.data, remote_files(config.data)) or config.model.vocab
+def data_vocab_size(data: DataSection) -> int | None:
+    """The smallest model.vocab for data.paths; None: any."""
+    return find_source(data).vocab_size(data, remote_files(data))

@@ -18,4 +18,4 @@ def first_alike(model: ModelConfig, fp8_layers: range = range(0)) -> tuple[int, 
 
 def traced_alike(config: Config) -> tuple[int, ...]:
     """For each layer the first one that computes alike, under the configuration's precision."""
-    return first_alike(config.model, fp8_layer_range(config))
+    return first_alike(config.model, fp8_layer_range(config.precision, config.model.layers))

@@ -9,7 +9,7 @@ from trainyard.core.user_code import is_user_path
 from trainyard.families.blueprint import Blueprint, ParamSpec
 from trainyard.models import ModelConfig, blueprint_of
 from trainyard.parallel.flat_buffer import FlatBuffer
-from trainyard.parallel.layout import StageSpec
+from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.preflight.plan.layer_kinds import first_alike
 from trainyard.train.optim.flat_state import make_flat_buffer
 from trainyard.train.optim.load_rule import load_update_rule
@@ -46,11 +46,11 @@ def planned_rule(config: Config) -> UpdateRule:
     return load_update_rule(rule.model_copy(update={"kind": "adamw"}) if is_user_path(rule.kind) else rule)
 
 
-def rank_flat_buffer(config: Config, params: dict[str, LocalParam], data_ranks: int) -> FlatBuffer:
+def rank_flat_buffer(config: Config, params: dict[str, LocalParam], layout: Layout) -> FlatBuffer:
     """The flat buffer that a run lays out for `params`, which `local_params` returned."""
     shapes = {name: param.shape for name, param in params.items()}
     specs = {name: param.spec for name, param in params.items()}
-    return make_flat_buffer(shapes, specs, config, data_ranks, planned_rule(config))
+    return make_flat_buffer(shapes, specs, layout, config.precision, planned_rule(config))
 
 
 @cache

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.config.optimizer_schema import OptimizerSection
 from trainyard.config.registries import UPDATE_RULES
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
@@ -25,18 +26,18 @@ FREE_KEYS = (*UNREPORTED_KEYS, "train.steps")
 logger = logging.getLogger(__name__)
 
 
-def expected_kinds(config: Config) -> tuple[str, ...]:
+def expected_kinds(optimizer: OptimizerSection) -> tuple[str, ...]:
     """The kinds of state that the optimizer of a run resumes from."""
-    return state_kinds(load_update_rule(config.optimizer).state_names)
+    return state_kinds(load_update_rule(optimizer).state_names)
 
 
 def check_compatible(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
     """Raise UserError if the run cannot resume from this checkpoint; log other differences of the configuration."""
-    check_data(checkpoint, config, mesh, device)
+    check_data(checkpoint, config.data, config.checkpoint.accept_changed_data, mesh, device)
     if difference := first_model_difference(checkpoint.config.model, config.model):
         key, saved, current = difference
         raise UserError(f"model.{key}={current}: the checkpoint {checkpoint.storage} has {saved}")
-    if missing := [kind for kind in expected_kinds(config) if kind not in checkpoint.dtypes]:
+    if missing := [kind for kind in expected_kinds(config.optimizer) if kind not in checkpoint.dtypes]:
         before, now = checkpoint.config.optimizer.kind, config.optimizer.kind
         raise UserError(
             f"optimizer.kind={now}: the checkpoint of optimizer.kind={before} has no state {missing[0]}; "

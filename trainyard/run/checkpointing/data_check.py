@@ -4,10 +4,8 @@ import logging
 
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.data_schema import DataSection
-from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.data.loading.build import validation_sections
 from trainyard.data.loading.fingerprint import Fingerprints, fingerprint_files
 from trainyard.data.text.tokenizer import NAMED_TOKENIZERS
 from trainyard.devices import Device
@@ -34,9 +32,9 @@ def fingerprint_data(data: DataSection, refresh: bool = False) -> Fingerprints:
     return files
 
 
-def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
+def check_data(checkpoint: Checkpoint, now: DataSection, accept_changed: bool, mesh: Mesh, device: Device) -> None:
     """Raise UserError if the rest of the run would see other samples than planned when the checkpoint was written."""
-    manifest, before, now = checkpoint.manifest, checkpoint.config.data, config.data
+    manifest, before = checkpoint.manifest, checkpoint.config.data
     if manifest.get("converted"):
         return
     problem = None
@@ -46,17 +44,10 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
     elif before.source == now.source and (has_urls(before.paths) or has_urls(now.paths)):
         note = mesh.broadcast_object(lambda: _compare_moved_files(manifest[FINGERPRINTS_KEY], now), device)
         logger.warning("note: %s", note)
-    if problem and not config.checkpoint.accept_changed_data:
+    if problem and not accept_changed:
         raise UserError(f"{problem}, or {ACCEPT}")
     if problem:
         logger.warning("note: %s", problem.partition("; nearest")[0])
-
-
-def check_data_versions(config: Config, with_validation_sets: bool, mesh: Mesh) -> None:
-    """Raise UserError if an object behind a URL changed while the ranks, one after the other, looked at it."""
-    sections = validation_sections(config.data, config.evaluate.sets).values() if with_validation_sets else ()
-    for data in (config.data, *sections):
-        check_same_versions(data, mesh)
 
 
 def check_same_versions(data: DataSection, mesh: Mesh) -> None:

@@ -9,17 +9,18 @@ leaves a claim, and checks before each save that no other process has replaced i
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
+from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.load import parse
-from trainyard.config.schema import Config
+from trainyard.config.schema import Config, LogSection
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory, is_training
 from trainyard.remote.storage import LocalStorage, Storage, open_storage
@@ -31,21 +32,18 @@ Owner = dict[str, Any]
 `config`."""
 
 
-def owner_record(run: RunDirectory, config: Config) -> Owner:
-    """What every manifest and claim of a run says about it."""
-    return {
-        "run": run.run_id,
-        "run_directory": str(run.path.resolve()),
-        "config": config.model_dump(mode="json"),
-    }
+def owner_record(run: RunDirectory) -> Owner:
+    """What every manifest and claim of a run says about it, besides its configuration."""
+    return {"run": run.run_id, "run_directory": str(run.path.resolve())}
 
 
-def lock_directories(config: Config, continued: RunDirectory | None, lost_run: str | None = None) -> RunDirectory:
+def lock_directories(
+    section: CheckpointSection, log: LogSection, continued: RunDirectory | None, lost_run: str | None = None
+) -> RunDirectory:
     """The directory of a run, new unless the run continues in one, with the lock of a local checkpoint.directory. A run
     that is refused leaves no directory behind. `lost_run`: of a run whose own directory is lost."""
-    section, name = config.checkpoint, config.log.name
     storage = open_storage(section.directory) if section.directory and section.saving_enabled else None
-    run = continued or RunDirectory.create(Path(config.log.directory).expanduser(), name, lost_run)
+    run = continued or RunDirectory.create(Path(log.directory).expanduser(), log.name, lost_run)
     if isinstance(storage, LocalStorage):
         try:
             run.lock_checkpoints(storage.path)
@@ -73,32 +71,36 @@ def find_owner(storage: Storage) -> Owner | None:
 def check_owner(
     owner: Owner | None,
     directory: str,
-    config: Config,
     run_ids: Collection[str | None],
-    adopt: Literal["none", "lost", "named"] = "none",
+    may_adopt: Callable[[Owner], bool] | None = None,
 ) -> str | None:
-    """The run that owns a directory, None if it has no owner. Raises UserError unless the run `config` may continue it.
+    """The run that owns a directory, None if it has no owner. Raises UserError unless this run may continue it.
 
-    `run_ids` are the runs that it may continue: those with a run directory. `adopt`: also one without, if it is the
-    same run by configuration and place (lost), or has the same name, because the user asks for it (named).
+    `run_ids` are the runs that it may continue: those with a run directory. `may_adopt` says whether also one without.
     """
     if owner is None:
         return None
     run_id = owner.get("run")
     if run_id in run_ids or (run_id is None and run_ids):
         return run_id
-    name = owner.get("config", {}).get("log", {}).get("name")
-    if (adopt == "named" and name == config.log.name) or (adopt != "none" and _is_lost_run(owner, config)):
+    if may_adopt and may_adopt(owner):
         return run_id
+    name = owner_name(owner)
     place = f", {name} in {owner['run_directory']}" if "run_directory" in owner else f", {name}" if name else ""
     continues = f", or log.name={name} checkpoint.resume={directory}, which continues that run"
     raise UserError(
         f"it has the checkpoints of another run{place}; nearest: another directory"
-        + (continues if name and (adopt != "none" or not run_ids) else "")
+        + (continues if name and (may_adopt or not run_ids) else "")
     )
 
 
-def _is_lost_run(owner: Owner, config: Config) -> bool:
+def owner_name(owner: Owner) -> str | None:
+    """The log.name of a run."""
+    name: str | None = owner.get("config", {}).get("log", {}).get("name")
+    return name
+
+
+def is_lost_run(owner: Owner, config: Config) -> bool:
     """True if the same command started `owner` at the same place."""
     place = Path(config.log.directory).expanduser().resolve()
     if "run_directory" not in owner or Path(owner["run_directory"]).parent != place:
@@ -119,7 +121,7 @@ class DirectoryClaim:
 
     def __init__(self, storage: Storage, run: RunDirectory, config: Config) -> None:
         self.storage, self.config = storage, config
-        self.record = owner_record(run, config)
+        self.record = {**owner_record(run), "config": config.model_dump(mode="json")}
         self.name = f"{CLAIM_PREFIX}{uuid4().hex}"
         with storage.write(self.name) as file:
             file.write(json.dumps(self.record).encode())
@@ -138,7 +140,7 @@ class DirectoryClaim:
                 owner: Owner = json.loads(bytes(file.read(0, file.size)))
             place = owner["run_directory"]  # this process trains in its own
             is_lost = place == self.record["run_directory"] or not is_training(Path(place))
-            if owner["run"] == self.record["run"] or (is_lost and _is_lost_run(owner, self.config)):
+            if owner["run"] == self.record["run"] or (is_lost and is_lost_run(owner, self.config)):
                 self.storage.remove(name)
                 return
             run = f"the run {owner['config']['log']['name']} in {owner['run_directory']}"

@@ -8,7 +8,6 @@ from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.config.load import parse
-from trainyard.config.schema import Config
 from trainyard.models import blueprint_of
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
@@ -54,31 +53,32 @@ class MemoryCheckpoint(Checkpoint):
         mesh.all_gather_object(None)  # the files are complete
 
 
-def find_memory_checkpoint(config: Config, run_id: str, newer_than: int, mesh: Mesh) -> MemoryCheckpoint | None:
-    """The latest copy of a run in host memory, later than step `newer_than`, of which every file exists on some host.
+def find_memory_checkpoint(directory: str, run_id: str, newer_than: int, mesh: Mesh) -> MemoryCheckpoint | None:
+    """The latest copy of a run below `directory`, in host memory, later than step `newer_than`, of which every file
+    exists on some host.
 
     All ranks call this.
     """
-    storage = run_storage(config.checkpoint.memory_directory, run_id)
+    storage = run_storage(directory, run_id)
     hosts = mesh.all_gather_object(host_identity(storage))
     is_first = hosts.index(hosts[mesh.layout_rank]) == mesh.layout_rank
     listings = mesh.all_gather_object(list_files(storage) if is_first else {})
     for step in sorted({step for listing in listings for step in listing if step > newer_than}, reverse=True):
-        directory = storage / step_directory(step)
+        copy = storage / step_directory(step)
         holders: dict[str, list[int]] = {}
         sizes: dict[str, int] = {}
         for rank, listing in enumerate(listings):
             for name, size in listing.get(step, {}).items():
                 holders.setdefault(name, []).append(rank)
                 sizes[name] = size
-        manifests = mesh.all_gather_object(read_manifest(directory) if is_first else None)
+        manifests = mesh.all_gather_object(read_manifest(copy) if is_first else None)
         manifest = next(filter(None, manifests), None)
         if manifest is None or len(holders) != manifest["world_size"]:
             continue
         if is_first:
-            _write_commit_file(directory, manifest, sizes)
+            _write_commit_file(copy, manifest, sizes)
         mesh.all_gather_object(None)  # the commit file is on every host
-        return MemoryCheckpoint(directory, mesh, hosts, holders)
+        return MemoryCheckpoint(copy, mesh, hosts, holders)
     return None
 
 

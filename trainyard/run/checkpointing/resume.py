@@ -1,10 +1,11 @@
 """Resumes from a checkpoint: finds the latest valid one and loads every rank's slices, at any layout."""
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,9 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
-from trainyard.config.schema import Config
+from trainyard.config.checkpoint_schema import CheckpointSection
+from trainyard.config.optimizer_schema import OptimizerSection
+from trainyard.config.schema import Config, LogSection
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import read_yaml
 from trainyard.devices import Device
@@ -24,7 +27,7 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.storage import LocalStorage, Storage, open_storage
 from trainyard.run.checkpointing.config_check import expected_kinds
-from trainyard.run.checkpointing.directory_owner import check_owner, find_owner
+from trainyard.run.checkpointing.directory_owner import Owner, check_owner, find_owner, is_lost_run, owner_name
 from trainyard.run.checkpointing.memory_checkpoint import find_memory_checkpoint
 from trainyard.run.checkpointing.rng_state import restore_rng_state
 from trainyard.train.optim.optimizer import Optimizer
@@ -95,18 +98,20 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device, own_directory:
     section = config.checkpoint
     if not own_directory and section.resume == "none" and not (section.directory and section.saving_enabled):
         return ResumePoint()  # there is no directory that could be another run's
-    paths, lost_run = mesh.broadcast_object(partial(_runs_to_continue, config, own_directory), device)
+    is_lost = partial(is_lost_run, config=config)
+    find_runs = partial(_runs_to_continue, section, config.log, is_lost, own_directory)
+    paths, lost_run = mesh.broadcast_object(find_runs, device)
     is_source = section.resume not in ("auto", "none") and not section.weights_only
     for path, run_id in paths.items():
         with ExitStack() as stack:  # releases the directory unless there is a checkpoint
             run = stack.enter_context(mesh.broadcast_object(partial(RunDirectory.open, path, config.log.name), device))
             locations = mesh.broadcast_object(partial(_checkpoint_locations, path, section.directory), device)
             saved = next(filter(None, (find_checkpoint(each, mesh, device, run_id) for each in locations)), None)
-            checkpoint = _newer_in_memory(config, run, saved, mesh) if saved or own_directory else None
+            checkpoint = _newer_in_memory(section, run, saved, mesh) if saved or own_directory else None
             if own_directory and not checkpoint and is_source and _location(section.resume) != own_directory.resolve():
-                checkpoint = _find_source(config, mesh, device)
+                checkpoint = _find_source(section.resume, config.optimizer, mesh, device)
             if checkpoint:
-                _check_kinds(checkpoint, config)
+                _check_kinds(checkpoint, config.optimizer, section.resume)
             if checkpoint and not own_directory and mesh.layout_rank == 0:
                 native.remove_incomplete(open_storage(run.path))
             if checkpoint or own_directory:
@@ -118,7 +123,7 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device, own_directory:
         logger.warning("note: the directory of this run is not here; it continues in a new one")
         return ResumePoint(None, checkpoint, lost_run)
     if is_source:
-        return ResumePoint(None, _find_source(config, mesh, device))
+        return ResumePoint(None, _find_source(section.resume, config.optimizer, mesh, device))
     if section.resume == "auto":
         if not paths:
             logger.info("no earlier run named %s in %s", config.log.name, config.log.directory)
@@ -126,56 +131,59 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device, own_directory:
     return ResumePoint()
 
 
-def _newer_in_memory(config: Config, run: RunDirectory, saved: Checkpoint | None, mesh: Mesh) -> Checkpoint | None:
+def _newer_in_memory(
+    section: CheckpointSection, run: RunDirectory, saved: Checkpoint | None, mesh: Mesh
+) -> Checkpoint | None:
     """The copy of a run in the memory of its hosts, if there is one and it is later than the saved checkpoint."""
-    if not config.checkpoint.memory_every:
+    if not section.memory_every:
         return saved
-    copy = find_memory_checkpoint(config, run.run_id, saved.step if saved else 0, mesh)
+    copy = find_memory_checkpoint(section.memory_directory, run.run_id, saved.step if saved else 0, mesh)
     if copy and saved:
         saved.close()
     return copy or saved
 
 
-def _find_source(config: Config, mesh: Mesh, device: Device) -> Checkpoint:
+def _find_source(resume: str, optimizer: OptimizerSection, mesh: Mesh, device: Device) -> Checkpoint:
     """The checkpoint at checkpoint.resume, which another run may have saved."""
-    resume = config.checkpoint.resume
     if checkpoint := find_checkpoint(resume, mesh, device):
-        _check_kinds(checkpoint, config)
+        _check_kinds(checkpoint, optimizer, resume)
         return checkpoint
     raise _unusable_source(resume, None if "://" in resume else detect_format(Path(resume).expanduser()))
 
 
-def _check_kinds(checkpoint: Checkpoint, config: Config) -> None:
-    if set(checkpoint.dtypes) == {"weights"} != set(expected_kinds(config)):
-        raise _unusable_source(config.checkpoint.resume, "native")
+def _check_kinds(checkpoint: Checkpoint, optimizer: OptimizerSection, resume: str) -> None:
+    if set(checkpoint.dtypes) == {"weights"} != set(expected_kinds(optimizer)):
+        raise _unusable_source(resume, "native")
 
 
-def _runs_to_continue(config: Config, own_directory: Path | None) -> tuple[dict[Path, str | None], str | None]:
+def _runs_to_continue(
+    section: CheckpointSection, log: LogSection, is_lost: Callable[[Owner], bool], own_directory: Path | None
+) -> tuple[dict[Path, str | None], str | None]:
     """The run directories that this run may continue in, best first, with their identities, and the run that continues
-    without one."""
-    section = config.checkpoint
-    adopt: Literal["none", "lost", "named"] = "none"
+    without one: by configuration and place (`is_lost`), or because checkpoint.resume names its directory."""
+    may_adopt: Callable[[Owner], bool] | None = None
+    by_name = False
     if own_directory:
         paths = [own_directory]
     elif section.resume == "none" or section.weights_only:
         paths = []
     elif section.resume == "auto" or (section.directory and _location(section.resume) == _location(section.directory)):
-        paths = find_run_directories(Path(config.log.directory).expanduser(), config.log.name)
-        adopt = "lost" if section.resume == "auto" else "named"
+        paths, by_name = find_run_directories(Path(log.directory).expanduser(), log.name), section.resume != "auto"
+        may_adopt = (lambda owner: owner_name(owner) == log.name or is_lost(owner)) if by_name else is_lost
     else:
-        paths = [Path(section.resume).expanduser()] if _is_own_directory(section.resume, config) else []
+        paths = [Path(section.resume).expanduser()] if _is_own_directory(section.resume, log) else []
     runs = {path: identity.run_id if (identity := read_identity(path)) else None for path in paths}
-    if not section.directory or not (section.saving_enabled or paths or adopt != "none"):
+    if not section.directory or not (section.saving_enabled or paths or may_adopt):
         return runs, None
     owner = find_owner(open_storage(section.directory))
     try:
-        run_id = check_owner(owner, section.directory, config, list(runs.values()), adopt)
+        run_id = check_owner(owner, section.directory, list(runs.values()), may_adopt)
     except UserError as error:
         raise UserError(f"checkpoint.directory={section.directory}: {error}") from None
     if run_id:
         continued: dict[Path, str | None] = {path: run_id for path, each in runs.items() if each == run_id}
         return continued, None if continued else run_id
-    return ({} if adopt == "named" and owner is None else runs), None
+    return ({} if by_name and owner is None else runs), None
 
 
 def _location(text: str) -> str | Path:
@@ -192,14 +200,14 @@ def _checkpoint_locations(path: Path, directory: str | None) -> list[str | Path]
     return list(dict.fromkeys(filter(None, (before, directory, path / "checkpoints"))))
 
 
-def _is_own_directory(location: str, config: Config) -> bool:
-    """True for a directory of the run that `config` names, which the run continues in. From any other location, it
+def _is_own_directory(location: str, log: LogSection) -> bool:
+    """True for a directory of the run that `log` names, which the run continues in. From any other location, it
     continues in a new directory."""
     path = Path(location).expanduser()
-    if "://" in location or path.resolve().parent != Path(config.log.directory).expanduser().resolve():
+    if "://" in location or path.resolve().parent != Path(log.directory).expanduser().resolve():
         return False
     identity = read_identity(path)
-    return identity is not None and identity.name == config.log.name
+    return identity is not None and identity.name == log.name
 
 
 def _unusable_source(resume: str, format_name: str | None) -> UserError:

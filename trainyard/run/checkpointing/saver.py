@@ -96,7 +96,7 @@ class Saver(StateSaver):
                 if not isinstance(self.storage, LocalStorage):
                     self.claim = DirectoryClaim(self.storage, self.run, self.config)
                 if self.section.directory:  # again: another run may have begun since
-                    check_owner(find_owner(self.storage), str(self.storage), self.config, [self.run.run_id])
+                    check_owner(find_owner(self.storage), str(self.storage), [self.run.run_id])
                 checkpoint.remove_incomplete(self.storage)
                 with self.storage.write(PROBE_FILE) as file:
                     file.write(b"1")

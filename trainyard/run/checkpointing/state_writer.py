@@ -123,8 +123,7 @@ class StateWriter:
         counters: dict[str, Any] = {"step": step, "consumed_samples": step * self.config.train.global_batch}
         counters[FINGERPRINTS_KEY] = self.data_files
         manifest = checkpoint.build_manifest(self.config, self.dtypes, counters)
-        metadata = manifest | owner_record(self.run, self.config)
-        return PendingSave(step, parent / step_directory(step), metadata, started_at)
+        return PendingSave(step, parent / step_directory(step), manifest | owner_record(self.run), started_at)
 
     def start_copy(self, save: PendingSave, rng: RngState) -> Callable[[], None]:
         """Start copying this rank's slices to host memory; the next update waits for that. Returns a function that

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch, map_batch
 from trainyard.core.errors import UserError
-from trainyard.devices import Device
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.models import ModelOutput, TransformerStage
-from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.rank_context import RankContext
 from trainyard.train.micro_batches.cuda_graphs import CudaGraphRunner
 from trainyard.train.micro_batches.split import context_parallel_shard, padding_free_micro_batches, split_micro_batches
 from trainyard.train.optim.flat_state import DTYPES
@@ -32,8 +31,7 @@ class MicroBatchRunner:
         self,
         models: Sequence[TransformerStage],
         config: Config,
-        device: Device,
-        mesh: Mesh,
+        context: RankContext,
         padding_free: bool = False,
         spans: SpanRecorder | None = None,
     ) -> None:
@@ -41,19 +39,20 @@ class MicroBatchRunner:
         backward."""
         self.models = models
         self.micro_batch, self.vocab_size = config.train.micro_batch, config.model.vocab
-        self.device, self.attention_kernel, self.mesh = device, config.device.attention, mesh
+        self.device, self.mesh, self.attention_kernel = context.device, context.mesh, config.device.attention
         self.padding_free, self.spans = padding_free, spans or SpanRecorder()
-        use_graphs = config.compile.cuda_graphs and device.supports_graphs
-        if use_graphs and mesh.layout.world_size > 1:
+        use_graphs = config.compile.cuda_graphs and self.device.supports_graphs
+        if use_graphs and self.mesh.layout.world_size > 1:
             raise UserError(
-                f"compile.cuda_graphs=true: on {mesh.layout.world_size} ranks gradients are communicated during "
+                f"compile.cuda_graphs=true: on {self.mesh.layout.world_size} ranks gradients are communicated during "
                 "backward, which a graph cannot capture; nearest: false"
             )
-        self.graph_runner = CudaGraphRunner(device) if use_graphs else None
+        self.graph_runner = CudaGraphRunner(self.device) if use_graphs else None
         self.rng_key: Tensor
         self.loss_fn: MicroBatchLoss
         """Inputs of the current step, which torch's pipelining cannot pass to the stages."""
-        self.pipeline: Pipeline | None = self._build_pipeline(config) if mesh.layout.pp > 1 else None
+        activations = config.data.seq_len, config.model.hidden, DTYPES[config.precision.compute_dtype]
+        self.pipeline: Pipeline | None = self._build_pipeline(*activations) if self.mesh.layout.pp > 1 else None
 
     def stage_batch(self, batch: Batch) -> list[Batch]:
         """Do all host work for a batch: divide it as it will be copied to the device, in pinned memory. Safe to call
@@ -123,18 +122,18 @@ class MicroBatchRunner:
             for model, training in zip(self.models, was_training, strict=True):
                 model.train(training)
 
-    def _build_pipeline(self, config: Config) -> "Pipeline":
+    def _build_pipeline(self, seq_len: int, hidden: int, dtype: torch.dtype) -> "Pipeline":
         from trainyard.parallel import pipeline
 
-        layout, size, schedule = self.mesh.layout, config.train.micro_batch, config.layout.pipeline_schedule
-        seq_len, dtype = config.data.seq_len // layout.cp, DTYPES[config.precision.compute_dtype]
-        local_seq_len = seq_len // (layout.tp if config.layout.sequence_parallel else 1)
-        tokens = torch.empty(size, seq_len, dtype=torch.int32, device="meta")
-        activations = torch.empty(size, local_seq_len, config.model.hidden, dtype=dtype, device="meta")
+        layout = self.mesh.layout
+        seq_len //= layout.cp
+        local_seq_len = seq_len // (layout.tp if layout.sequence_parallel else 1)
+        tokens = torch.empty(self.micro_batch, seq_len, dtype=torch.int32, device="meta")
+        activations = torch.empty(self.micro_batch, local_seq_len, hidden, dtype=dtype, device="meta")
         activations.requires_grad_()  # the pipeline sends gradients back only for such inputs
         modules = [_StageModule(model, self) for model in self.models]
         device = self.device.torch_device
-        return pipeline.Pipeline(modules, self.mesh, schedule, tokens, activations, device, self.spans)
+        return pipeline.Pipeline(modules, self.mesh, tokens, activations, device, self.spans)
 
 
 class _StageModule(nn.Module):

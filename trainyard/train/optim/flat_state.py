@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainyard.config.schema import Config
-from trainyard.families.blueprint import Blueprint, ParamSpec
-from trainyard.models import ParameterValues
+from trainyard.config.schema import PrecisionSection
+from trainyard.families.blueprint import ParamSpec
+from trainyard.models import ParameterValues, TransformerStage
 from trainyard.parallel.flat_buffer import FlatBuffer
-from trainyard.parallel.mesh import Mesh
-from trainyard.train.decisions import zero_stage
+from trainyard.parallel.layout import Layout
+from trainyard.parallel.rank_context import RankContext
 from trainyard.train.optim.update_rule import UpdateRule
 
 NAMES_IN_FILES = {"exp_avg": "first", "exp_avg_sq": "second"}
@@ -28,10 +28,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def make_flat_buffer(
-    shapes: Shapes, specs: Mapping[str, ParamSpec], config: Config, data_ranks: int, rule: UpdateRule
+    shapes: Shapes, specs: Mapping[str, ParamSpec], layout: Layout, precision: PrecisionSection, rule: UpdateRule
 ) -> FlatBuffer:
-    """The layout of a rank's flat buffers, with gradient buckets of config.layout.bucket_mib, for `data_ranks` ranks
-    that hold the same parameters and, under ZeRO, shard them. Under expert parallelism fewer hold the same experts.
+    """The layout of a rank's flat buffers, with gradient buckets of layout.bucket_mib. Under ZeRO, the dp x cp ranks
+    that hold the same parameters shard them; under expert parallelism fewer hold the same experts.
 
     Parameters with weight decay come first, then those without. Parameters that lack a state buffer of the rule (the
     matrices that Muon orthogonalizes have no second moment) come last, so that the buffer ends before them.
@@ -39,12 +39,17 @@ def make_flat_buffer(
     groups = {name: 0 if spec.weight_decay else 1 for name, spec in specs.items()}
     groups |= {name: 2 for name, spec in specs.items() if missing_state(rule, spec)}
     ordered = [(name, shapes[name]) for name in sorted(groups, key=groups.__getitem__)]
-    bucket = config.layout.bucket_mib * 2**20 // DTYPES[config.precision.grad_reduce_dtype].itemsize
+    bucket = layout.bucket_mib * 2**20 // DTYPES[precision.grad_reduce_dtype].itemsize
     sizes = Counter(groups.values())
-    sharded, ep = zero_stage(config, data_ranks) > 0, config.layout.ep
-    experts = [name for name, spec in specs.items() if spec.experts and ep > 1]
-    expert_shards = dict.fromkeys(experts, data_ranks // ep if sharded else 1)
-    return FlatBuffer(ordered, sizes[0], data_ranks if sharded else 1, bucket, sizes[1], expert_shards)
+    shards = layout.dp * layout.cp if layout.zero else 1
+    experts = [name for name, spec in specs.items() if spec.experts and layout.ep > 1]
+    expert_shards = dict.fromkeys(experts, shards // layout.ep if layout.zero else 1)
+    return FlatBuffer(ordered, sizes[0], shards, bucket, sizes[1], expert_shards)
+
+
+def local_shapes(models: Sequence[TransformerStage]) -> Shapes:
+    """Those of a rank's stages; a parameter that two of them share is one parameter."""
+    return {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
 
 
 def missing_state(rule: UpdateRule, spec: ParamSpec) -> set[str]:
@@ -63,20 +68,19 @@ class FlatState:
     def __init__(
         self,
         shapes: Shapes,
-        blueprint: Blueprint,
-        config: Config,
-        mesh: Mesh,
-        device: torch.device,
+        context: RankContext,
+        precision: PrecisionSection,
         rule: UpdateRule,
     ) -> None:
-        self.mesh = mesh
-        self.zero_stage = zero_stage(config, mesh.dp_cp.size)
-        specs = {name: blueprint.spec(name) for name in shapes}
-        self.flat = make_flat_buffer(shapes, specs, config, mesh.dp_cp.size, rule)
+        self.rule = rule
+        self.mesh, device = context.mesh, context.device.torch_device
+        self.zero_stage = self.mesh.layout.zero
+        specs = {name: context.blueprint.spec(name) for name in shapes}
+        self.flat = make_flat_buffer(shapes, specs, self.mesh.layout, precision, rule)
         self.names = list(self.flat.spans)
-        precision = config.precision
         self.stochastic_rounding = precision.kind == "bf16_sr"
         self.compute_dtype = DTYPES[precision.compute_dtype]
+        self.reduce_dtype = DTYPES[precision.grad_reduce_dtype]
         grad_dtype = DTYPES[precision.grad_accum_dtype]
         master_dtype = torch.bfloat16 if self.stochastic_rounding else torch.float32
 

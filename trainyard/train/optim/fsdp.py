@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 from trainyard import compat
 from trainyard.devices import Device
 from trainyard.models import TransformerStage, assign_parameters
-from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
 from trainyard.train.optim.flat_state import FlatState
 
@@ -24,16 +23,14 @@ from trainyard.train.optim.flat_state import FlatState
 class FsdpStage:
     """A stage sharded by torch, with its weight and gradient shards in the flat state."""
 
-    def __init__(
-        self, model: TransformerStage, state: FlatState, mesh: Mesh, device: Device, reduce_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: TransformerStage, state: FlatState, device: Device) -> None:
         """Wrap each block and then the model, whose parameters have no memory yet, and give them their memory."""
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         experts = {parameter for name, parameter in model.named_parameters() if state.flat.spans[name].of_experts}
         meshes = {
-            of_experts: _device_mesh(mesh.data_group(of_experts), device) for of_experts in {False, bool(experts)}
+            of_experts: _device_mesh(state.mesh.data_group(of_experts), device) for of_experts in {False, bool(experts)}
         }
-        policy = MixedPrecisionPolicy(state.compute_dtype, reduce_dtype, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(state.compute_dtype, state.reduce_dtype, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": meshes[False], "mp_policy": policy}
         if experts:
             options["shard_placement_fn"] = compat.placement_on_other_mesh(experts, meshes[True])

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from trainyard.config.schema import Config
-from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint, layer_index
 from trainyard.models import TransformerStage, assign_parameters
-from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.rank_context import RankContext
 from trainyard.parallel.zero1 import GradientReducer, Waiting, WeightGatherer
-from trainyard.train.optim.flat_state import DTYPES, FlatState
+from trainyard.train.optim.flat_state import FlatState
 
 if TYPE_CHECKING:  # importing torch's fully_shard takes a second, which only ZeRO-2 and 3 should pay
     from trainyard.train.optim.fsdp import FsdpStage
@@ -27,34 +25,31 @@ class GradientSync:
         self,
         state: FlatState,
         models: Sequence[TransformerStage],
-        blueprint: Blueprint,
-        config: Config,
-        device: Device,
-        mesh: Mesh,
-        wgrad_buffers: dict[Tensor, Tensor] | None,
+        context: RankContext,
+        fused_wgrad: bool = False,
         waiting: Waiting = nullcontext,
     ) -> None:
-        """`wgrad_buffers`, if given, is filled with every parameter's gradient buffer, for kernels that accumulate
-        weight gradients directly. `waiting` is entered while this rank waits for others."""
+        """With `fused_wgrad`, kernels add weight gradients to the gradient buffers directly. `waiting` is entered while
+        this rank waits for others."""
+        mesh = context.mesh
         self.state = state
         self.gradient_reducer: GradientReducer | None = None
         self.weight_gatherer: WeightGatherer | None = None
         self.parameters: dict[str, nn.Parameter] = {}
         """Parameters that are views of the flat weights; empty under FSDP."""
         self.fsdp_stages: list[FsdpStage] = []
-        reduce_dtype = DTYPES[config.precision.grad_reduce_dtype]
         if state.zero_stage >= 2:
             from trainyard.train.optim import fsdp
 
-            self.fsdp_stages = [fsdp.FsdpStage(model, state, mesh, device, reduce_dtype) for model in models]
+            self.fsdp_stages = [fsdp.FsdpStage(model, state, context.device) for model in models]
             return
         if mesh.dp_cp.size > 1:
             self.gradient_reducer = GradientReducer(
-                state.flat, mesh.data_group, state.gradients, state.reduced_grads, reduce_dtype, waiting
+                state.flat, mesh.data_group, state.gradients, state.reduced_grads, state.reduce_dtype, waiting
             )
-        self._bind_parameters(models, wgrad_buffers)
+        self._bind_parameters(models, context.kernels.wgrad_buffers if fused_wgrad else None)
         if state.zero_stage:
-            needed_at = partial(_forward_moments, blueprint)
+            needed_at = partial(_forward_moments, context.blueprint)
             self.weight_gatherer = WeightGatherer(state.flat, mesh.data_group, state.weights, needed_at, waiting)
             for model in models:
                 model.pre_layer_hook = self.weight_gatherer.wait_for

@@ -12,7 +12,9 @@ def learning_rate(config: Config, update: int) -> float:
     """Linear warm-up, then the schedule of config.schedule.kind; or what the user's function says."""
     peak, min_lr, schedule = config.optimizer.lr, config.schedule.min_lr, config.schedule
     if is_user_path(schedule.kind):
-        return peak * _user_factor(config, update)
+        function, label = import_function(schedule.kind, "schedule.kind"), f"schedule.kind={schedule.kind}"
+        check_call(function, ("step", "config"), f"{label}: {function.__name__}")
+        return peak * _checked_factor(function(update, config), label, update)
     if update < schedule.warmup_steps:
         return peak * update / schedule.warmup_steps
     if schedule.kind == "constant":
@@ -27,17 +29,7 @@ def learning_rate(config: Config, update: int) -> float:
     return min_lr + (peak - min_lr) * factor
 
 
-def check_schedule(config: Config) -> None:
-    """Raise UserError before the first step if the user's schedule cannot be used."""
-    for step in (1, config.train.steps) if is_user_path(config.schedule.kind) else ():
-        _user_factor(config, step)
-
-
-def _user_factor(config: Config, step: int) -> float:
-    label = f"schedule.kind={config.schedule.kind}"
-    function = import_function(config.schedule.kind, "schedule.kind")
-    check_call(function, ("step", "config"), f"{label}: {function.__name__}")
-    factor: Any = function(step, config)
+def _checked_factor(factor: Any, label: str, step: int) -> float:
     try:
         number = float(factor)
     except (TypeError, ValueError):

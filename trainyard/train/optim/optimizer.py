@@ -1,26 +1,18 @@
 """The optimizer of one rank: flat state, gradient synchronization, an update rule, and a guard that skips steps whose
 loss or gradient norm is not finite. The decision to skip is made on the device, without asking the host."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from trainyard.config.schema import Config
+from trainyard.config.optimizer_schema import OptimizerSection
 from trainyard.core.counter_rng import key32
 from trainyard.core.user_code import load_object
-from trainyard.devices import Device
-from trainyard.families.blueprint import Blueprint
-from trainyard.kernels.reference import Kernels
-from trainyard.models import ParameterValues, TransformerStage
-from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.zero1 import Waiting
+from trainyard.parallel.rank_context import RankContext
 from trainyard.train.compile.compile_blocks import CompileFn
-from trainyard.train.decisions import fuses_wgrad
 from trainyard.train.optim.flat_state import FlatState
 from trainyard.train.optim.gradient_sync import GradientSync
-from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.replicated_params import ReplicaSync
 from trainyard.train.optim.step_guard import StepGuard
 from trainyard.train.optim.stochastic_rounding import rounding_ranges
@@ -33,37 +25,26 @@ class Optimizer:
 
     def __init__(
         self,
-        models: Sequence[TransformerStage],
-        blueprint: Blueprint,
-        values: ParameterValues,
-        config: Config,
-        device: Device,
-        mesh: Mesh,
-        kernels: Kernels | None = None,
+        state: FlatState,
+        sync: GradientSync,
+        context: RankContext,
+        section: OptimizerSection,
+        seed: int,
         compile_fn: CompileFn | None = None,
-        waiting: Waiting = nullcontext,
     ) -> None:
-        """`models` are this rank's pipeline stages; a parameter that two of them share is one parameter. `values` gives
-        the initial values of this rank's tensor-parallel shards. `waiting` is entered while this rank waits for
-        others."""
-        kernels = kernels or Kernels()
-        self.seed, self.betas = config.train.seed, (config.optimizer.beta1, config.optimizer.beta2)
-        shapes = {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
-        rule = load_update_rule(config.optimizer)
-        self.state = state = FlatState(shapes, blueprint, config, mesh, device.torch_device, rule)
-        state.load_values(values)
-        self.replica_sync = ReplicaSync(state, blueprint, mesh, config.layout.sequence_parallel)
-        fused_wgrad = fuses_wgrad(config, mesh.layout, kernels.fused_wgrad, compile_fn is not None)
-        wgrad_buffers = kernels.wgrad_buffers if fused_wgrad else None
-        self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers, waiting)
-        self.guard = StepGuard(state.names, config.optimizer.max_grad_norm, device.torch_device)
+        """`seed` is that of stochastic rounding."""
+        self.state, self.sync, self.seed = state, sync, seed
+        self.betas = (section.beta1, section.beta2)
+        blueprint, mesh = context.blueprint, context.mesh
+        self.replica_sync = ReplicaSync(state, blueprint)
+        self.guard = StepGuard(state.names, section.max_grad_norm, context.device.torch_device)
         ranges = {name: rounding_ranges(state, blueprint, mesh.model_shard, name) for name in state.names}
-        context = UpdateContext(
-            state, config.optimizer, blueprint, mesh, self.replica_sync, ranges, kernels, compile_fn
+        update_context = UpdateContext(
+            state, section, blueprint, mesh, self.replica_sync, ranges, context.kernels, compile_fn
         )
-        implementation = load_object(rule.implementation, "a class (rule, context)")
-        self.update: FlatUpdate = implementation(rule, context)
-        self.load_balance = LoadBalance(context)
+        implementation = load_object(state.rule.implementation, "a class (rule, context)")
+        self.update: FlatUpdate = implementation(state.rule, update_context)
+        self.load_balance = LoadBalance(update_context)
         self._update_fences: list[Callable[[], None]] = []
 
     def zero_grad(self, micro_batches: int = 1) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from trainyard.compat import foreach_norm
 from trainyard.families.blueprint import Blueprint
-from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
 from trainyard.train.optim.flat_state import FlatState
 
@@ -53,8 +52,9 @@ class SyncJob(NamedTuple):
 class ReplicaSync:
     """Sums gradients and computes norms of parameters that are replicated or sharded over ranks."""
 
-    def __init__(self, state: FlatState, blueprint: Blueprint, mesh: Mesh, sequence_parallel: bool) -> None:
-        self.state, self.mesh, self.names = state, mesh, state.names
+    def __init__(self, state: FlatState, blueprint: Blueprint) -> None:
+        self.state, self.mesh, self.names = state, state.mesh, state.names
+        mesh = self.mesh
         device = state.master_weights.device
         self.ranges = [part for name in self.names for part in self._ranges_of(blueprint, name)]
         kv_replication = mesh.layout.kv_replication
@@ -62,7 +62,7 @@ class ReplicaSync:
         def sync_group(part: ReplicatedRange, replicas: int) -> Group | None:
             spec = blueprint.spec(part.name)
             if spec.tp_dim is None:
-                return mesh.tp if spec.sums_tp_gradient(sequence_parallel) else None
+                return mesh.tp if spec.sums_tp_gradient(mesh.layout.sequence_parallel) else None
             return None if replicas == 1 else mesh.kv_replicas if replicas == kv_replication else mesh.tp
 
         by_group: dict[str, tuple[Group, list[ReplicatedRange]]] = {}

@@ -12,9 +12,10 @@ from trainyard.core.section import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainyard.config.schema import Config
+    from trainyard.config.schema import PrecisionSection
     from trainyard.families.blueprint import ParamSpec
     from trainyard.parallel.flat_buffer import FlatBuffer
+    from trainyard.parallel.layout import Layout
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
 """State of Adam: a run may change between rules that have it."""
@@ -39,7 +40,8 @@ class UpdateMessage(NamedTuple):
 class UpdateShape:
     """What one rank updates, for the memory and the messages that `plan` predicts."""
 
-    config: "Config"
+    layout: "Layout"
+    precision: "PrecisionSection"
     flat: "FlatBuffer"
     is_sharded_model: bool
     """ZeRO-2 and 3: weights and gradients are those of fully_shard."""
@@ -109,7 +111,7 @@ class UpdateRule:
 
     def workspace_bytes(self, shape: UpdateShape) -> int:
         """Temporary memory of an update."""
-        if shape.config.precision.kind == "bf16_sr":  # one parameter after the other
+        if shape.precision.kind == "bf16_sr":  # one parameter after the other
             return ROUNDED_UPDATE_BYTES_PER_WEIGHT * shape.largest_parameter
         return UPDATE_BYTES_PER_WEIGHT * min(CHUNK_ELEMENTS, max(shape.decayed, shape.undecayed))
 

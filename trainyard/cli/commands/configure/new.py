@@ -172,8 +172,7 @@ def make_sections(data: Sections, size: str, hardware: Hardware) -> Sections:
         sections["layout"] = {"ranks": ranks}
     if hardware.lnc != next(iter(hardware.entry.ranks_per_device)):
         sections["device"] = {"lnc": hardware.lnc}
-    if data.get("source"):
-        vocab = data_vocab_size(load(BASE, _overrides({"data": data, "model": model})))
+    if data.get("source") and (vocab := data_vocab_size(load(BASE, _overrides({"data": data, "model": model})).data)):
         model["vocab"] = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if model:
         sections["model"] = model

@@ -18,7 +18,6 @@ from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.zero1 import MAX_IN_FLIGHT
 from trainyard.preflight.plan.memory.pass_memory import RankMemory
 from trainyard.preflight.plan.rank_parameters import local_params, planned_rule, rank_flat_buffer
-from trainyard.train.decisions import zero_stage
 from trainyard.train.optim.flat_state import missing_state
 from trainyard.train.optim.update_rule import UpdateShape
 
@@ -38,12 +37,11 @@ class OptimizerMemory:
     @classmethod
     def from_config(cls, config: Config, layout: Layout, stages: list[StageSpec]) -> "OptimizerMemory":
         precision = config.precision
-        ranks = layout.dp * layout.cp
-        zero = zero_stage(config, ranks)
+        zero = layout.zero
         compute, gradient = DTYPE_BYTES[precision.compute_dtype], DTYPE_BYTES[precision.grad_accum_dtype]
         master = 2 if precision.kind == "bf16_sr" else 4
         params = local_params(config.model, layout.model_shard(0), stages)
-        flat = rank_flat_buffer(config, params, ranks)
+        flat = rank_flat_buffer(config, params, layout)
         size, shard = flat.size, flat.shard_size
         rule = planned_rule(config)
         partial = set[str]().union(*(missing_state(rule, param.spec) for param in params.values()))
@@ -100,10 +98,10 @@ class OptimizerMemory:
             compute = DTYPE_BYTES[precision.compute_dtype]
             yield RankMemory(buffers=sum(sorted(gathered, reverse=True)[:MAX_IN_FLIGHT]) * compute)
 
-    def update_workspace(self, config: Config, device: DeviceKind) -> RankMemory:
+    def update_workspace(self, config: Config, layout: Layout, device: DeviceKind) -> RankMemory:
         """Temporary memory of the optimizer's update."""
         has_fused_kernels = device.fused_kernels and config.device.kernels == "fused"
-        shape = UpdateShape(config, self.flat, self.zero >= 2, has_fused_kernels)
+        shape = UpdateShape(layout, config.precision, self.flat, self.zero >= 2, has_fused_kernels)
         return RankMemory(optimizer=planned_rule(config).workspace_bytes(shape))
 
 

@@ -56,7 +56,7 @@ class RankSizes:
         self.sequence_parallel = config.layout.sequence_parallel and layout.tp > 1
         self.fused_kernels = device.fused_kernels and config.device.kernels == "fused"
         """Triton kernels are used."""
-        self.packed_batch = packs_batches(config, layout, self.fused_kernels)
+        self.packed_batch = packs_batches(config.model, layout, self.fused_kernels)
         """Padding is removed from samples."""
         samples, seq_len = config.train.micro_batch, config.data.seq_len // layout.cp
         self.tokens = samples * seq_len
@@ -73,7 +73,7 @@ class RankSizes:
     def traced_stage(self, layers: Sequence[int], is_first: bool, is_last: bool) -> TracedStage:
         """A stage with these layers."""
         config, layout = self.config, self.layout
-        fused = self.fused_kernels, fuses_wgrad(config, layout, self.fused_kernels, config.compile.enabled)
+        fused = self.fused_kernels, fuses_wgrad(layout, config.precision, self.fused_kernels, config.compile.enabled)
         ends = is_first, is_last
         return TracedStage.from_config(config, layout, self.micro_batch, self.device, layers, fused, ends)
 

@@ -34,7 +34,7 @@ def estimate_memory(config: Config, layout: Layout, pp: int, device: DeviceKind)
     candidates = (
         *_schedule_peaks(layout, config, pp, passes, state),
         *state.gradient_exchange(config, [memory.live_after_layer for memory in passes], device),
-        state.update_workspace(config, device),
+        state.update_workspace(config, layout, device),
         state.initialization(buffers),
     )
     peak = max(candidates, key=lambda candidate: candidate.total)

@@ -27,7 +27,7 @@ from trainyard.preflight.plan.rank_parameters import (
 )
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS
 from trainyard.preflight.plan.trace.work_trace import trace_work
-from trainyard.train.decisions import loss_chunk_tokens, zero_stage
+from trainyard.train.decisions import loss_chunk_tokens
 from trainyard.train.optim.update_rule import UpdateShape
 from trainyard.train.status import StepStatus
 
@@ -100,7 +100,7 @@ def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) 
     _add_model(messages, logits_bytes)
     _add_pipeline(messages)
     params = local_params(config.model, layout.model_shard(rank), messages.stages)
-    (_add_data_parallel if zero_stage(config, messages.shards) < 2 else _add_fsdp)(messages, params)
+    (_add_data_parallel if layout.zero < 2 else _add_fsdp)(messages, params)
     loss = config.train.loss or family_of(config.model).loss
     loss_terms = 0 if is_user_path(loss) else len(LOSSES.find(loss).term_names)
     messages.add("dp_cp", messages.shards, "all_reduce", "float32", loss_terms)  # numbers of labels with a loss
@@ -147,10 +147,10 @@ def _add_pipeline(messages: _RankMessages) -> None:
 def _add_data_parallel(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
     """Gradients once a step and, with ZeRO-1, new weights: bucket by bucket of the flat buffer."""
     config = messages.config
-    flat = rank_flat_buffer(config, params, messages.shards)
+    flat = rank_flat_buffer(config, params, messages.layout)
     for bucket in flat.buckets:
         group = messages.data_group(bucket.of_experts)
-        if not zero_stage(config, messages.shards):
+        if not messages.layout.zero:
             size = bucket.full_range.stop - bucket.full_range.start
             messages.add(*group, "all_reduce", messages.reduce_dtype, size)
             continue
@@ -185,7 +185,7 @@ def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
                 messages.add(*group, "all_gather", messages.compute_dtype, size, times * gathers)
                 messages.add(*group, "reduce_scatter", messages.reduce_dtype, size, times)
     master_dtype = "bfloat16" if config.precision.kind == "bf16_sr" else "float32"
-    _add_replicated_params(messages, params, rank_flat_buffer(config, params, messages.shards), master_dtype)
+    _add_replicated_params(messages, params, rank_flat_buffer(config, params, messages.layout), master_dtype)
 
 
 def _add_replicated_params(
@@ -193,7 +193,7 @@ def _add_replicated_params(
 ) -> None:
     """Gradients of parameters that several tensor-parallel or pipeline ranks hold, as far as they are in this rank's
     shard, and the norms."""
-    layout, zero = messages.layout, zero_stage(messages.config, messages.shards)
+    layout, zero = messages.layout, messages.layout.zero
     elements = Counter[str]()
     for name, param in params.items():
         shard = layout.data_shard(messages.rank, flat.spans[name].of_experts)[1] if zero else 0
@@ -216,7 +216,7 @@ def _add_replicated_params(
     rule = planned_rule(messages.config)
     messages.add(group, size, "all_reduce", "float32", len(flat.spans), rule.norms_per_parameter)
     messages.add("pp", layout.pp, "all_reduce", "float32", 1)
-    for message in rule.messages(UpdateShape(messages.config, flat, zero >= 2)):
+    for message in rule.messages(UpdateShape(layout, messages.config.precision, flat, zero >= 2)):
         groups = {"data": messages.data_group(message.of_experts), "tp": ("tp", layout.tp), "ep": ("ep", layout.ep)}
         messages.add(*groups[message.group], message.kind, messages.compute_dtype, message.elements)
 

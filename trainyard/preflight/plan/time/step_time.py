@@ -262,4 +262,4 @@ def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
 def _token_share(config: Config, layout: Layout, hardware: Hardware) -> float:
     """Share of the tokens that are computed."""
     fused = hardware.entry.kind.fused_kernels and config.device.kernels == "fused"
-    return NON_PADDING_SHARE if packs_batches(config, layout, fused) else 1.0
+    return NON_PADDING_SHARE if packs_batches(config.model, layout, fused) else 1.0

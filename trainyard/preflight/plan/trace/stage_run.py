@@ -211,9 +211,10 @@ class TracedStage:
         """`fused` says whether kernels and weight gradients are; `ends`, whether the stage is the first and the last
         one."""
         sequence_parallel = config.layout.sequence_parallel and layout.tp > 1
+        fp8_layers = fp8_layer_range(config.precision, config.model.layers)
         return cls(
             config.model, tuple(layers), micro_batch, layout.tp, layout.cp, layout.ep, config.layout.cp_method,
-            sequence_parallel, config.recompute, config.precision, fp8_layer_range(config), device, *fused, *ends,
+            sequence_parallel, config.recompute, config.precision, fp8_layers, device, *fused, *ends,
         )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
 def _traced_layers(config: Config) -> tuple[int, ...]:
     """The first layer of each kind. Those in fp8 follow another one: the first block also adds the gradients of a
     tensor that it takes twice (BERT)."""
-    fp8_layers, last = fp8_layer_range(config), config.model.layers - 1
+    fp8_layers, last = fp8_layer_range(config.precision, config.model.layers), config.model.layers - 1
     layers = sorted(set(traced_alike(config)), key=lambda layer: (layer in fp8_layers, layer))
     return (last, *layers) if layers[0] in fp8_layers and last not in layers else tuple(layers)
 

@@ -17,7 +17,7 @@ class AdamW(UpdateRule):
 
     def workspace_bytes(self, shape: UpdateShape) -> int:
         """Temporary memory of an update; none where one kernel does it all."""
-        precision = shape.config.precision
+        precision = shape.precision
         if shape.has_fused_kernels:
             return 0
         if precision.kind == "bf16_sr":

@@ -25,7 +25,7 @@ class Lamb(UpdateRule):
 
     def workspace_bytes(self, shape: UpdateShape) -> int:
         """All updates, and with bf16 weights also their fp32 values, exist before the first is applied."""
-        bytes_per_weight = 8 if shape.config.precision.kind == "bf16_sr" else 4
+        bytes_per_weight = 8 if shape.precision.kind == "bf16_sr" else 4
         return shape.flat.shard_undecayed_end * bytes_per_weight + UPDATE_BYTES_PER_WEIGHT * shape.largest_parameter
 
 

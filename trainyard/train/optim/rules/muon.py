@@ -53,20 +53,20 @@ class Muon(AdamW):
         adamw, buckets = super().workspace_bytes(shape), _matrix_buckets(shape)
         if not buckets:
             return adamw
-        tp, ep = shape.config.layout.tp, shape.config.layout.ep
+        tp, ep = shape.layout.tp, shape.layout.ep
         spans = [span for bucket in buckets for span in bucket.spans]
         owned = 2 * sum(prod(span.shape) // span.num_shards for span in spans)
         gathered = 2 * tp * max(bucket.padded_elements * (ep if bucket.of_experts else 1) for bucket in buckets)
         largest = 3 * tp * max(prod(span.shape) * (ep if span.of_experts else 1) for span in spans)
-        return adamw + DTYPE_BYTES[shape.config.precision.compute_dtype] * (owned + max(gathered, largest))
+        return adamw + DTYPE_BYTES[shape.precision.compute_dtype] * (owned + max(gathered, largest))
 
     def messages(self, shape: UpdateShape) -> Iterator[UpdateMessage]:
         """The matrices of each bucket are gathered over ZeRO shards, tensor-parallel and expert-parallel ranks; the
         shards are returned."""
-        tp = shape.config.layout.tp
+        tp = shape.layout.tp
         for bucket in _matrix_buckets(shape):
             experts, size = bucket.of_experts, bucket.padded_elements
-            ep = shape.config.layout.ep if experts else 1
+            ep = shape.layout.ep if experts else 1
             for kind in ("all_gather", "reduce_scatter"):
                 if experts:
                     yield UpdateMessage("ep", kind, ep * tp * size, experts)
