@@ -44,7 +44,7 @@ ORDER = [
     {"cli"},
 ]
 BUDGETS = {
-    "checkpoint": 750,
+    "checkpoint": 550,
     "cli": 4900,
     "cluster": 2200,
     "compat": 450,
@@ -55,7 +55,7 @@ BUDGETS = {
     "devices": 1600,
     "evaluate": 650,
     "families": 1250,
-    "formats": 3250,
+    "formats": 3450,
     "importers": 2050,
     "inference": 2650,
     "kernels": 2800,
@@ -71,7 +71,7 @@ BUDGETS = {
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 16_500
+SPINE_BUDGET = 16_100
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

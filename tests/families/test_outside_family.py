@@ -22,7 +22,6 @@ from tests.support import configs
 from tests.support.forkserver import ForkServer
 from tests.support.hf_reference import LLAMA, hf_forward
 from trainyard import models
-from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.checkpoint.weights import local_values
 from trainyard.config.load import parse
 from trainyard.core.errors import UserError
@@ -30,6 +29,7 @@ from trainyard.families import Family, ParamSpec, find_family, registry
 from trainyard.families.hf_config import from_hf, to_hf
 from trainyard.formats.convert import ConversionTarget, convert_checkpoint
 from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
+from trainyard.formats.io.lazy_tensor import InlineTensor
 from trainyard.formats.registry import open_weights
 from trainyard.run.trainer import Trainer
 from trainyard.train.losses.causal_lm import CausalLoss

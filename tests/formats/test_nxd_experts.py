@@ -14,13 +14,13 @@ from torch import Tensor
 from tests.distributed.rank_jobs import LossRecorder
 from tests.support import configs
 from tests.support.hf_reference import hf_model
-from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorIndex
 from trainyard.families.builtin.mixtral import MixtralConfig
 from trainyard.families.hf_config import from_hf
 from trainyard.formats.convert import ConversionTarget, convert_checkpoint, parse_layout
+from trainyard.formats.io.lazy_tensor import InlineTensor
 from trainyard.formats.nxd.conversion import complete_layout
 from trainyard.formats.nxd.layout import NxdLayout, check_layout, rank_tensors
 from trainyard.formats.nxd.rank_files import open_nxd, repack_nxd

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.formats.test_nxd import RandomWeights, llama
-from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.checkpoint.weights import WeightSource
 from trainyard.core.errors import UserError
 from trainyard.formats import convert, registry
@@ -15,6 +14,7 @@ from trainyard.formats.compare import first_difference
 from trainyard.formats.convert import ConversionTarget, convert_checkpoint, parse_layout, total_bytes
 from trainyard.formats.format import CheckpointFormat, FormatWriter, WriteOptions
 from trainyard.formats.hf import stored_tensors, weights_from_tensors, write_hf
+from trainyard.formats.io.lazy_tensor import InlineTensor
 from trainyard.formats.native_writer import weights_only_state
 from trainyard.formats.nxd.conversion import LAYOUT_KEYS
 from trainyard.formats.registry import FORMATS, detect_format, open_weights

@@ -11,12 +11,12 @@ from torch import nn
 from tests.support import configs
 from tests.support.hf_reference import LLAMA31, VARIANTS, hf_forward, hf_reference
 from trainyard import models
-from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.checkpoint.weights import local_values
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
+from trainyard.formats.io.lazy_tensor import InlineTensor
 from trainyard.train.losses.bert_pretraining import BertLoss
 from trainyard.train.losses.causal_lm import CausalLoss
 

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard import devices, models
-from trainyard.checkpoint.io.lazy_tensor import LazyTensor
-from trainyard.checkpoint.io.safetensors_file import (
-    CheckedTensor,
-    TensorSpec,
-    open_safetensors,
-    stream_tensors,
-)
+from trainyard.checkpoint.io.safetensors_file import TensorSpec, stream_tensors
 from trainyard.checkpoint.weights import WeightSource, local_values, unfused_tensors
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError, one_line
@@ -35,6 +29,8 @@ from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.families.model_config import first_model_difference
 from trainyard.formats.format import CheckpointFormat, FormatWriter
 from trainyard.formats.io.async_io import background_fsync, prefetch
+from trainyard.formats.io.lazy_tensor import LazyTensor
+from trainyard.formats.io.safetensors_reader import CheckedTensor, open_safetensors
 from trainyard.formats.io.torch_file import named_tensors, open_torch_file
 from trainyard.formats.tensor_map import ShardedWeights, StoredTensor, assemble, check_all_stored, check_tensors
 from trainyard.models.sharding import fused_index, fused_starts

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.checkpoint.weights import WeightSource, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.formats.io.lazy_tensor import LazyTensor
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.examples import examples
-from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.core.errors import UserError
 from trainyard.formats.io import torch_writer
+from trainyard.formats.io.lazy_tensor import LazyTensor
 from trainyard.formats.io.torch_file import open_torch_file
 from trainyard.formats.io.torch_writer import TorchFileWriter, XserWriter
 

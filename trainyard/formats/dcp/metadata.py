@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.io.lazy_tensor import AssembledTensor, LazyTensor, check_sizes
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorIndex, TensorSlice
+from trainyard.formats.io.lazy_tensor import AssembledTensor, LazyTensor, check_sizes
 from trainyard.formats.io.pickle_allowlist import ALLOWED_GLOBALS, STATE_SETTERS
 from trainyard.formats.io.pickle_vm import StubObject, UnpickleRules, unpickle
 from trainyard.formats.io.torch_file import one_line_errors, open_torch_file

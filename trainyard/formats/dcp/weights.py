@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.io.lazy_tensor import AssembledTensor, LazyTensor
 from trainyard.checkpoint.weights import WeightSource, unfused_tensors
 from trainyard.compat.checkpoint import DcpPlace, encode_dcp_metadata
 from trainyard.core.atomic_files import atomic_directory, atomic_file
@@ -29,6 +28,7 @@ from trainyard.formats import hf
 from trainyard.formats.dcp.metadata import METADATA_FILE, read_dcp_tensors
 from trainyard.formats.format import CheckpointFormat, FormatWriter, WriteOptions
 from trainyard.formats.io.async_io import background_fsync, prefetch
+from trainyard.formats.io.lazy_tensor import AssembledTensor, LazyTensor
 from trainyard.formats.tensor_map import (
     ShardedWeights,
     StoredTensor,

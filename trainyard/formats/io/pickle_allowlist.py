@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainyard.checkpoint.io.lazy_tensor import InlineTensor, LazyTensor, StorageView, check_sizes
+from trainyard.formats.io.lazy_tensor import InlineTensor, LazyTensor, StorageView, check_sizes
 from trainyard.formats.io.pickle_vm import AllowedGlobal, StubObject, check_key, describe
 
 STORAGE_DTYPES = {

@@ -23,9 +23,9 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.io.lazy_tensor import LazyTensor, MappedFile, TensorStorage, check_sizes
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex
+from trainyard.formats.io.lazy_tensor import LazyTensor, MappedFile, TensorStorage, check_sizes
 from trainyard.formats.io.pickle_allowlist import ALLOWED_GLOBALS, REFERENCE_CLASSES, STATE_SETTERS, StorageType
 from trainyard.formats.io.pickle_vm import AllowedGlobal, StubObject, UnpickleRules, unpickle
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainyard.checkpoint.io.lazy_tensor import AssembledTensor, LazyTensor
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorIndex
 from trainyard.formats.dcp.metadata import METADATA_FILE, read_dcp_tensors
+from trainyard.formats.io.lazy_tensor import AssembledTensor, LazyTensor
 from trainyard.formats.io.torch_file import open_torch_file
 
 COMMON_FILE = "common.pt"

@@ -18,13 +18,13 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from trainyard import models
-from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.families import Family, ModelConfig, all_families
 from trainyard.families.family import MegatronFormat, MegatronModel
 from trainyard.formats.format import CheckpointFormat
+from trainyard.formats.io.lazy_tensor import LazyTensor
 from trainyard.formats.megatron.rank_files import (
     CHECKPOINT_FILES,
     MegatronFiles,

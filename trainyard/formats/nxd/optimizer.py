@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from trainyard.checkpoint.io.lazy_tensor import AssembledTensor, LazyTensor
 from trainyard.checkpoint.weights import TrainingState
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.quantities import counted
@@ -33,6 +32,7 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.decoder import DecoderConfig
 from trainyard.formats.format import LayoutHints
 from trainyard.formats.hf import IGNORED_BUFFERS
+from trainyard.formats.io.lazy_tensor import AssembledTensor, LazyTensor
 from trainyard.formats.io.torch_file import open_torch_file
 from trainyard.formats.nxd.layout import NxdRank, is_key_or_value, rank_tensors, require_nxd_model
 from trainyard.formats.nxd.names import NAME_TABLES

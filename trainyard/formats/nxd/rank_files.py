@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 
-from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.checkpoint.weights import WeightSource
 from trainyard.core.atomic_files import atomic_directory, atomic_write_text, fsync_directory
 from trainyard.core.errors import UserError
 from trainyard.formats.format import LayoutHints, ProgressCallback
 from trainyard.formats.hf import IGNORED_BUFFERS
 from trainyard.formats.io.async_io import OrderedWorkers, prefetch, run_parallel
+from trainyard.formats.io.lazy_tensor import LazyTensor
 from trainyard.formats.io.torch_file import named_tensors, open_torch_file
 from trainyard.formats.io.torch_writer import TorchFileWriter, XserWriter
 from trainyard.formats.nxd import layout as nxd_layout
