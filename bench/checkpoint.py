@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.native.partition import rank_slices
+from trainyard.checkpoint.checkpoint import Checkpoint
+from trainyard.checkpoint.partition import rank_slices
 from trainyard.config.load import load, parse
 from trainyard.core.splits import shard_rows
 from trainyard.core.tensor_slice import TensorSlice

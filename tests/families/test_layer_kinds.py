@@ -13,7 +13,7 @@ import torch
 from tests.support import configs
 from tests.support.two_kinds import FAMILY, TWO_KINDS, TwoKindsConfig
 from trainyard import models
-from trainyard.checkpoint.native.partition import rank_slices
+from trainyard.checkpoint.partition import rank_slices
 from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard

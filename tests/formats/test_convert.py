@@ -27,7 +27,7 @@ from tests.support.configs import tiny_batch
 from tests.support.examples import examples
 from tests.support.hf_reference import hf_forward, hf_reference
 from tests.support.logs import captured_log
-from trainyard.checkpoint.native.checkpoint import COMMIT_FILE, STATE_KINDS, Checkpoint
+from trainyard.checkpoint.checkpoint import COMMIT_FILE, STATE_KINDS, Checkpoint
 from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.formats.test_nxd import RandomWeights, cases, load_rank, write
 from tests.support.examples import examples
 from trainyard import models
-from trainyard.checkpoint.native.partition import rank_slices
+from trainyard.checkpoint.partition import rank_slices
 from trainyard.checkpoint.weights import TrainingState, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard, shard_rows

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.checkpoint.native.saved_runs import run_training
+from tests.checkpoint.saved_runs import run_training
 from tests.formats.test_convert import contents, convert
 from tests.formats.test_nxd import GQA, RandomWeights, llama
 from tests.support import configs

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkpoint.native.saved_runs import run_training, verified_steps
+from tests.checkpoint.saved_runs import run_training, verified_steps
 from tests.run.test_resume import RunAtStep
 from tests.support import configs
 from tests.support.examples import examples

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tests.support import configs
 from tests.support.logs import captured_log
 from trainyard import Callback, Trainer
-from trainyard.checkpoint.native import checkpoint as native_checkpoint
+from trainyard.checkpoint import checkpoint as native_checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.remote.storage import open_storage

@@ -13,7 +13,7 @@ import pytest
 from tests.run.test_resume import RunAtStep, checkpoint_path, committed_steps, configure, error_of, losses, train
 from tests.support.forkserver import ForkServer
 from trainyard import Trainer
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory, read_identity

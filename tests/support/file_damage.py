@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from trainyard.checkpoint.io.safetensors_file import TensorSpec, encode_checked_header, parse_header
+from trainyard.checkpoint.safetensors_file import TensorSpec, encode_checked_header, parse_header
 
 VALUES = (0, 1, -1, 2**31 - 1, -(2**31), 2**62, 2**63 - 1, -(2**63), 7, 255)
 EDITS = st.lists(

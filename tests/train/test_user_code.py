@@ -16,7 +16,7 @@ from torch.optim.sgd import sgd
 from tests.support import configs, user_code
 from tests.train.test_optimizers import gradient, make_optimizer, master, set_gradients, state_tensors, update, weights
 from trainyard import Callback, Trainer
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
 from trainyard.core.errors import UserError

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
+from trainyard.checkpoint.file_names import COMMIT_FILE, STEP_DIRECTORY
 from trainyard.cluster.attempt import AttemptEnd, is_over, judge_attempt
 from trainyard.cluster.job import Job
 from trainyard.cluster.jobs import RECORD_FILE, JobRecord, attempt_directory

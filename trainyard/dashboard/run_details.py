@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
+from trainyard.checkpoint.file_names import COMMIT_FILE, STEP_DIRECTORY
 from trainyard.cluster.jobs import LOG_DIRECTORY
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import format_value

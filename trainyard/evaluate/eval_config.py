@@ -4,7 +4,7 @@ overrides."""
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.checkpoint.weights import WeightSource
 from trainyard.config.load import apply_overrides, parse
 from trainyard.config.schema import Config

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.checkpoint.weights import TrainingState, WeightSource, unfused_tensors
 from trainyard.config.load import parse
 from trainyard.config.schema import Config

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard import devices, models
-from trainyard.checkpoint.io.safetensors_file import TensorSpec, stream_tensors
+from trainyard.checkpoint.safetensors_file import TensorSpec, stream_tensors
 from trainyard.checkpoint.weights import WeightSource, local_values, unfused_tensors
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError, one_line

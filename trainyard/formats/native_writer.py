@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.io.safetensors_file import TensorSpec
-from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.file_names import shard_name
-from trainyard.checkpoint.native.partition import owned_slices
-from trainyard.checkpoint.native.shard_file import stream_shard
+from trainyard.checkpoint import checkpoint
+from trainyard.checkpoint.file_names import shard_name
+from trainyard.checkpoint.partition import owned_slices
+from trainyard.checkpoint.safetensors_file import TensorSpec
+from trainyard.checkpoint.shard_file import stream_shard
 from trainyard.checkpoint.weights import TrainingState, WeightSource, unfused_tensors
 from trainyard.config.schema import Config
 from trainyard.formats.io.async_io import OrderedWorkers, prefetch

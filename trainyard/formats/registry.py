@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.native.checkpoint import Checkpoint, latest_checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint, latest_checkpoint
 from trainyard.checkpoint.weights import TrainingState, WeightSource, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
-from trainyard.checkpoint.native.checkpoint import latest_checkpoint
-from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
+from trainyard.checkpoint.checkpoint import latest_checkpoint
+from trainyard.checkpoint.file_names import COMMIT_FILE, STEP_DIRECTORY
 from trainyard.core.disk_space import check_space
 from trainyard.core.errors import UserError, one_line
 from trainyard.formats.hf import is_hf

@@ -4,8 +4,8 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from trainyard.checkpoint.native.checkpoint import Checkpoint, latest_checkpoint
-from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
+from trainyard.checkpoint.checkpoint import Checkpoint, latest_checkpoint
+from trainyard.checkpoint.shard_file import CorruptCheckpoint
 from trainyard.config.data_schema import DataSection
 from trainyard.core.errors import UserError
 from trainyard.data.loading.text_stream import tokenizer_spec

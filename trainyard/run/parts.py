@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.core.world import World
 from trainyard.data.loading.fingerprint import Fingerprints
 from trainyard.data.loading.loader import BatchLoader

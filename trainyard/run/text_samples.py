@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Fast
 
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import SamplesSection
 from trainyard.core.errors import UserError

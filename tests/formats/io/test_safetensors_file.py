@@ -15,7 +15,7 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from tests.support.examples import SCALE
-from trainyard.checkpoint.io.safetensors_file import DTYPE_BY_CODE, TensorSpec, encode_header, write_tensor
+from trainyard.checkpoint.safetensors_file import DTYPE_BY_CODE, TensorSpec, encode_header, write_tensor
 from trainyard.core.errors import UserError
 from trainyard.formats.io.safetensors_reader import open_safetensors
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainyard.checkpoint.io.safetensors_file import TensorEntry, parse_header, read_checksums, tensor_bytes
+from trainyard.checkpoint.safetensors_file import TensorEntry, parse_header, read_checksums, tensor_bytes
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex
 from trainyard.formats.io.lazy_tensor import LazyTensor, MappedFile, StorageView, TensorStorage

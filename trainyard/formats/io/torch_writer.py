@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.io.safetensors_file import chunks
+from trainyard.checkpoint.safetensors_file import chunks
 from trainyard.core.atomic_files import atomic_file, fsync_directory
 from trainyard.formats.io.async_io import fsync_files
 from trainyard.formats.io.pickle_allowlist import REBUILD_MODULE, REFERENCE_CLASSES, STORAGE_DTYPES

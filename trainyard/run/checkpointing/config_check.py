@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.config.optimizer_schema import OptimizerSection
 from trainyard.config.registries import UPDATE_RULES
 from trainyard.config.schema import Config

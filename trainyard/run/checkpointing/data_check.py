@@ -2,7 +2,7 @@
 
 import logging
 
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.config.data_schema import DataSection
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from trainyard.checkpoint.native import checkpoint as native
-from trainyard.checkpoint.native.file_names import step_directory
-from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
+from trainyard.checkpoint import checkpoint as native
+from trainyard.checkpoint.file_names import step_directory
+from trainyard.checkpoint.shard_file import CorruptCheckpoint
 from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.load import parse
 from trainyard.config.schema import Config, LogSection

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.file_names import shard_name, step_directory
+from trainyard.checkpoint import checkpoint
+from trainyard.checkpoint.file_names import shard_name, step_directory
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import shortage_text
 from trainyard.core.world import World

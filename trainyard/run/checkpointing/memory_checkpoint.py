@@ -4,9 +4,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.native.file_names import step_directory
+from trainyard.checkpoint import checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
+from trainyard.checkpoint.file_names import step_directory
 from trainyard.config.load import parse
 from trainyard.models import blueprint_of
 from trainyard.parallel.layout import Layout

@@ -17,9 +17,9 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from trainyard.checkpoint.io.safetensors_file import tensor_bytes
-from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.file_names import step_directory
+from trainyard.checkpoint import checkpoint
+from trainyard.checkpoint.file_names import step_directory
+from trainyard.checkpoint.safetensors_file import tensor_bytes
 from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import UserError
 from trainyard.remote.storage import LocalStorage

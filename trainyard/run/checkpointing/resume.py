@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from trainyard.checkpoint.native import checkpoint as native
-from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
-from trainyard.checkpoint.native.partition import rank_slices
-from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
+from trainyard.checkpoint import checkpoint as native
+from trainyard.checkpoint.checkpoint import Checkpoint
+from trainyard.checkpoint.file_names import COMMIT_FILE, shard_name, step_directory
+from trainyard.checkpoint.partition import rank_slices
+from trainyard.checkpoint.shard_file import CorruptCheckpoint
 from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.optimizer_schema import OptimizerSection
 from trainyard.config.schema import Config, LogSection

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.file_names import step_directory
-from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
+from trainyard.checkpoint import checkpoint
+from trainyard.checkpoint.file_names import step_directory
+from trainyard.checkpoint.shard_file import CorruptCheckpoint
 from trainyard.core.errors import NotWritable, RunStopped, UserError, is_not_writable
 from trainyard.core.quantities import shortage_text
 from trainyard.metrics.span_recorder import SpanRecorder

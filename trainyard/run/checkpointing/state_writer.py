@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.file_names import shard_name, step_directory
-from trainyard.checkpoint.native.partition import owned_slices
-from trainyard.checkpoint.native.shard_file import write_shard
+from trainyard.checkpoint import checkpoint
+from trainyard.checkpoint.file_names import shard_name, step_directory
+from trainyard.checkpoint.partition import owned_slices
+from trainyard.checkpoint.shard_file import write_shard
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.data.loading.fingerprint import Fingerprints

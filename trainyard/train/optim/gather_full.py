@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainyard.checkpoint.native.partition import LocalSlice, owned_slices, pipeline_owner
+from trainyard.checkpoint.partition import LocalSlice, owned_slices, pipeline_owner
 from trainyard.core.splits import shard_rows
 from trainyard.families.blueprint import Blueprint
 from trainyard.models.sharding import unshard_tensor

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.native.partition import rank_slices
+from trainyard.checkpoint.partition import rank_slices
 from trainyard.core.counter_rng import element_bits, key32, row_seeds
 from trainyard.core.splits import ModelShard
 from trainyard.families.blueprint import Blueprint

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from trainyard import models
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.cli.commands.convert import convert_with_progress
 from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.cli.options import HfConfig
@@ -98,7 +98,7 @@ def _weights_of(source: str) -> str:
 
 
 def _has_checkpoint(source: str) -> bool:
-    from trainyard.checkpoint.native.checkpoint import latest_checkpoint
+    from trainyard.checkpoint.checkpoint import latest_checkpoint
     from trainyard.remote.storage import open_storage
 
     return latest_checkpoint(open_storage(source)) is not None

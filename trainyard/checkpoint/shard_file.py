@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.io.safetensors_file import (
+from trainyard.checkpoint.safetensors_file import (
     TensorEntry,
     TensorSpec,
     encode_checked_header,

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkpoint.native.saved_runs import checkpoint_config, mentions, save_failures, train, verified_steps
+from tests.checkpoint.saved_runs import checkpoint_config, mentions, save_failures, train, verified_steps
 from tests.support import configs
 from tests.support.examples import SCALE, examples
 from trainyard import Trainer
-from trainyard.checkpoint.native import checkpoint as native_checkpoint
+from trainyard.checkpoint import checkpoint as native_checkpoint
 from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.remote.storage import LocalStorage

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.checkpoint.native.saved_runs import checkpoint_config, save_failures, train, verified_steps
+from tests.checkpoint.saved_runs import checkpoint_config, save_failures, train, verified_steps
 from trainyard import Trainer
-from trainyard.checkpoint.native import checkpoint
+from trainyard.checkpoint import checkpoint
 from trainyard.cli.main import main
 from trainyard.core.errors import NotWritable, RunStopped, UserError
 from trainyard.metrics.run_directory import LOCK_FILE

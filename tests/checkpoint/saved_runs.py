@@ -7,7 +7,7 @@ from typing import Any
 from tests.support import configs
 from tests.support.logs import captured_log
 from trainyard import Callback, Trainer
-from trainyard.checkpoint.native import checkpoint as native_checkpoint
+from trainyard.checkpoint import checkpoint as native_checkpoint
 from trainyard.config.schema import Config
 from trainyard.remote.storage import open_storage
 from trainyard.run.callbacks import TrainerView

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.native.saved_runs import run_training
+from tests.checkpoint.saved_runs import run_training
 from tests.distributed.rank_jobs import LossRecorder
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.config.schema import Config
 from trainyard.formats.convert import ConversionTarget, convert_checkpoint

@@ -11,7 +11,7 @@ from tests.support import configs
 from tests.support.examples import examples
 from tests.support.two_kinds import TWO_KINDS
 from trainyard import models
-from trainyard.checkpoint.native.partition import owned_slices, rank_slices
+from trainyard.checkpoint.partition import owned_slices, rank_slices
 from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.config.schema import Config
 from trainyard.core.splits import ModelShard

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from trainyard import __version__, models
-from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
-from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY, shard_name, step_directory
-from trainyard.checkpoint.native.partition import owned_slices
-from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, ShardFile
+from trainyard.checkpoint.file_names import COMMIT_FILE, STEP_DIRECTORY, shard_name, step_directory
+from trainyard.checkpoint.partition import owned_slices
+from trainyard.checkpoint.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
+from trainyard.checkpoint.shard_file import CorruptCheckpoint, ShardFile
 from trainyard.checkpoint.weights import TrainingState, unfused_tensors
 from trainyard.config.load import parse
 from trainyard.config.schema import Config

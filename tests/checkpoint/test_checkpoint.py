@@ -16,10 +16,10 @@ from torch import Tensor
 from tests.support import configs
 from tests.support.examples import examples
 from trainyard import Trainer, models
-from trainyard.checkpoint.native import checkpoint as native_checkpoint
-from trainyard.checkpoint.native.checkpoint import Checkpoint, tensor_key
-from trainyard.checkpoint.native.partition import owned_slices
-from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, write_shard
+from trainyard.checkpoint import checkpoint as native_checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint, tensor_key
+from trainyard.checkpoint.partition import owned_slices
+from trainyard.checkpoint.shard_file import CorruptCheckpoint, write_shard
 from trainyard.checkpoint.weights import unfused_tensors
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError

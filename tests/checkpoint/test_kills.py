@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.native.killable_runs import CHANGE_EVENTS, KEPT_CHECKPOINTS, RunOnce, RunRecord, fork_server
-from tests.checkpoint.native.saved_runs import verified_steps
-from trainyard.checkpoint.native import checkpoint
+from tests.checkpoint.killable_runs import CHANGE_EVENTS, KEPT_CHECKPOINTS, RunOnce, RunRecord, fork_server
+from tests.checkpoint.saved_runs import verified_steps
+from trainyard.checkpoint import checkpoint
 
 NIGHTLY_KILLS = int(os.environ.get("TRAINYARD_KILLS", "100"))
 """Random kills in the nightly tier. Set 1000 for a long search."""

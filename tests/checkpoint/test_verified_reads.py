@@ -9,7 +9,7 @@ import pytest
 from tests.support import configs
 from tests.support.forkserver import ForkServer
 from trainyard import Trainer
-from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.checkpoint.weights import local_values, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard

@@ -18,12 +18,12 @@ from typing import Any
 
 from tests.support import configs
 from tests.support.logs import captured_log
-from trainyard.checkpoint.native import checkpoint
+from trainyard.checkpoint import checkpoint
 from trainyard.launch.launcher import reserved_port
 from trainyard.remote import storage
 from trainyard.run.callbacks import Callback, TrainerView
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 KEPT_CHECKPOINTS = 2
 STEPS = 100_000
 """More steps than all runs of a test make together."""
@@ -219,7 +219,7 @@ RunOnce = Callable[..., RunRecord]
 def fork_server() -> Iterator[RunOnce]:
     """Yield a function that forks a run and waits for its end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "from tests.checkpoint.native.killable_runs import serve_requests; serve_requests()"],
+        [sys.executable, "-c", "from tests.checkpoint.killable_runs import serve_requests; serve_requests()"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
