@@ -41,10 +41,10 @@ class LogitComparison:
     """Largest absolute logit of the first model; NaN if one is NaN."""
 
 
-def compare_logits(weights_a: WeightSource, weights_b: WeightSource, seed: int = 0) -> LogitComparison:
+def compare_logits(weights_a: WeightSource, weights_b: WeightSource) -> LogitComparison:
     model = weights_a.model
     length = min(NUM_TOKENS, model.max_positions)
-    noise = normal_slice(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
+    noise = normal_slice(key64(0, "compare"), length, slice(0, 1), slice(0, length), "cpu")
     tokens = (noise.abs() * 1e6).long().remainder(model.vocab).view(1, length)
     a, b = (_logits(weights, tokens) for weights in (weights_a, weights_b))
     difference = (a - b).abs().masked_fill(a == b, 0)  # equal infinities have no difference; two NaNs are a difference
