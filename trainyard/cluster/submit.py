@@ -18,7 +18,7 @@ from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
-from trainyard.devices.neuron.topology import INSTANCE_BY_RANKS
+from trainyard.devices.neuron.topology import INSTANCES
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories
 
 if TYPE_CHECKING:  # imports torch
@@ -107,7 +107,7 @@ def ranks_per_node(config: Config, nodes: int, gpus_per_node: int | None) -> int
     if config.layout.ranks and config.layout.ranks % nodes == 0:
         return config.layout.ranks // nodes
     if instance := re.search(r"trn\d\.\w+", config.hardware):
-        counts = [ranks for ranks, name in INSTANCE_BY_RANKS.items() if name == instance[0]]
+        counts = [ranks for ranks, name in INSTANCES.items() if name == instance[0]]
         if counts:
             return counts[-1] if config.device.lnc == 1 else counts[0]
     raise UserError("--nproc: how many ranks on each node? Give their number, usually that of the devices")

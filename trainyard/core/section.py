@@ -36,8 +36,9 @@ class NameOrPath:
         """The built-in names are `names` and those of a registry. `path` is how documentation writes the values that
         are not built in; `example` is one, for values that are close to no name. `aliases` returns other words and the
         names that they mean, for messages."""
-        self.own_names, self.names = names, (*names, *(registry.built_in if registry else ()))
-        self.registry, self.path, self.example, self.aliases = registry, path, example, aliases
+        self.names = (*names, *(registry.built_in if registry else ()))
+        self.registry, self.path, self.aliases = registry, path, aliases
+        self.example = f"; nearest: {example}" if example else ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
@@ -45,12 +46,10 @@ class NameOrPath:
     def check(self, value: str) -> str:
         if value in self.names or re.fullmatch(USER_PATH, value):
             return value
-        names = (*self.own_names, *self.registry.names()) if self.registry else self.names
+        names = (*self.names, *(self.registry.installed() if self.registry else ()))
         if value not in names:
-            meant = self.aliases().get(value.lower())  # gpu is close to cpu, and means another device
-            nearest = "" if meant else nearest_name(value, names)
-            meant = meant or self.example
-            nearest = nearest or (f"; nearest: {meant}" if meant else "")
+            meant = self.aliases().get(value.lower())  # before the nearest name: gpu means cuda, and is close to cpu
+            nearest = f"; nearest: {meant}" if meant else nearest_name(value, names) or self.example
             raise ValueError(f"not one of {', '.join(names)}, or {self.path}{nearest}")
         return value
 

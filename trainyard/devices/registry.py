@@ -46,8 +46,7 @@ def select(name: str) -> "Device":
     from trainyard.devices.base import Device
 
     kinds = all_devices() | ({name: DEVICES.find(name)} if is_user_path(name) else {})
-    base: type[Device] = Device  # type: ignore[type-abstract]
-    classes = {known: import_subclass(kind.module, "", base) for known, kind in kinds.items()}
+    classes = {known: import_subclass(kind.module, "", Device) for known, kind in kinds.items()}  # type: ignore[type-abstract]
     reasons = {known: device_class.unavailable_reason() for known, device_class in classes.items()}
     available = [known for known, reason in reasons.items() if reason is None]
     for known in available:

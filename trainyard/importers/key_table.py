@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import format_value
 from trainyard.devices.builtin.cuda import DEFAULT_GPU, GPUS_PER_NODE
-from trainyard.devices.neuron.topology import INSTANCE_BY_RANKS
+from trainyard.devices.neuron.topology import INSTANCES
 
 ConfigKeys = dict[str, Any]
 """Values by our dotted key."""
@@ -166,7 +166,7 @@ def hardware_of_ranks(ranks_per_node: int, nodes: int, gpus: bool) -> str | None
     """
     if gpus and 0 < ranks_per_node <= GPUS_PER_NODE:
         return f"{ranks_per_node * nodes} x {DEFAULT_GPU}"
-    instance = INSTANCE_BY_RANKS.get(ranks_per_node)
+    instance = INSTANCES.get(ranks_per_node)
     return f"{nodes} x {instance}" if instance else None
 
 

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from trainyard.devices import PeakThroughput
+from trainyard.devices.base import PeakThroughput
 from trainyard.families.flops import SampleFlops
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from tests.support.meta_op_mode import MetaOpMode
 from trainyard import compat
 from trainyard.config.schema import Config
-from trainyard.devices import MetaDevice
+from trainyard.devices.meta import MetaDevice
 from trainyard.devices.neuron.device import NeuronDevice
 from trainyard.preflight.dryrun.dry_run import dry_run
 from trainyard.preflight.dryrun.live_memory import LiveBytes

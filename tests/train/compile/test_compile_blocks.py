@@ -7,7 +7,7 @@ import torch
 
 from tests.support import configs
 from trainyard.config.schema import RecomputeSection
-from trainyard.devices import CompileOptions
+from trainyard.devices.base import CompileOptions
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.train.compile.compile_blocks import compile_model
 

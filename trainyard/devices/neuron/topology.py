@@ -41,14 +41,8 @@ LNC_CHOICES = {"trn1": (1,), "trn2": (2, 1), "trn3": (2, 1)}
 """Physical cores per rank (LNC) that each generation supports; the first is the default."""
 CORES_PER_INSTANCE = {("trn1", 1): 32, ("trn2", 1): 128, ("trn2", 2): 64}
 """Logical cores of an instance with a fixed topology, by generation and LNC."""
-INSTANCE_BY_RANKS = {
-    2: "trn1.2xlarge",
-    4: "trn2.3xlarge",
-    32: "trn1.32xlarge",
-    64: "trn2.48xlarge",
-    128: "trn2.48xlarge",
-}
-"""The instance with this many ranks; trn2 has 64 (two physical cores each) or 128."""
+INSTANCES = {2: "trn1.2xlarge", 4: "trn2.3xlarge", 32: "trn1.32xlarge", 64: "trn2.48xlarge", 128: "trn2.48xlarge"}
+"""By the number of their ranks; trn2 has 64 (two physical cores each) or 128."""
 UNSUPPORTED_GROUPS = {("trn2", 2, 8), ("trn2", 1, 16)}
 """(generation, LNC, size) of consecutive cores that the runtime cannot connect. NxD documents them as unsupported, and
 users report that creating a group of 8 ranks fails on trn2, while 2, 4 and 16 work."""

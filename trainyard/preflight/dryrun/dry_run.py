@@ -16,7 +16,7 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import SMOKE_VALIDATION_FRACTION
 from trainyard.core.world import World
-from trainyard.devices import MetaDevice
+from trainyard.devices.meta import MetaDevice
 from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.preflight.dryrun.meta_ops import TraceAborted
 from trainyard.preflight.dryrun.op_trace import OpRecorder, RankTrace
@@ -57,7 +57,7 @@ def fake_rank(backend: str, rank: int, world_size: int, local_rank: int = 0) -> 
 @contextmanager
 def dry_run(config: Config, rank: int, world_size: int, device: devices.Device | None = None) -> Iterator[Trainer]:
     """The Trainer of one rank on the meta device or on `device`. It reads neither data nor checkpoints."""
-    device = device or devices.MetaDevice()
+    device = device or MetaDevice()
     blueprint = models.blueprint_of(config.model)
 
     def values(name: str) -> torch.Tensor:

@@ -29,6 +29,7 @@ from trainyard import compat, devices, models
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch, map_batch
+from trainyard.devices.meta import as_fake
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.dryrun.dry_run import fake_rank, without_io
 from trainyard.preflight.dryrun.meta_ops import fake_tensor_mode
@@ -194,7 +195,7 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
     device = devices.select(config.device.name)
     cache_dir = inductor_cache.prepare_cache(device)
     graphs = GraphCollector(cache_dir, request.workers, device.fork_safe, send)
-    device = devices.as_fake(device, graphs.backend)
+    device = as_fake(device, graphs.backend)
     if device.fork_safe:
         compat.probe_cpu_isa()
     mode = fake_tensor_mode()

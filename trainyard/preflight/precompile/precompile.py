@@ -24,7 +24,7 @@ from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.devices import CompileOptions, Device
+from trainyard.devices.base import CompileOptions, Device
 from trainyard.launch.launcher import threads_per_rank
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.precompile.collect_graphs import CollectRequest

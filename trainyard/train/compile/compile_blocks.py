@@ -7,7 +7,7 @@ import torch
 
 from trainyard import compat
 from trainyard.config.schema import CompileSection
-from trainyard.devices import CompileOptions, Device
+from trainyard.devices.base import CompileOptions, Device
 from trainyard.models import TransformerStage
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.compile import inductor_cache
