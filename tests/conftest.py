@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two w
 import pytest
 import torch
 
-from tests.support.forkserver import ForkServer
+from tests.support.forkserver import ADDRESS_ENV, LIBRARIES_OF_TESTS, ROOT, ForkServer
 from tests.support.slurm_fixtures import slurm, slurm_cluster  # noqa: F401
 
 if not torch.cuda.is_available():
@@ -23,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+SHARED_SERVER = os.environ.pop(ADDRESS_ENV, None)
+"""In a worker of pytest-xdist: the server from which it has been forked."""
 LEFT_OUT = pytest.StashKey[int]()
 POOL_TESTS = "tests/distributed/"
 """The tests that use a pool of ranks."""
@@ -81,6 +84,17 @@ class _XdistHooks:
         """One worker more than cores, at most four: tests of launchers and Slurm mostly wait for other processes."""
         return min((os.cpu_count() or 1) + 1, 4)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Fork the workers from one process that has imported what most of them need, and share it for commands."""
+        if set(getattr(config.option, "tx", ())) == {"popen"} and not hasattr(config, "workerinput"):
+            server = ForkServer(imports=LIBRARIES_OF_TESTS)
+            server.start_server()
+            config.add_cleanup(server.close)
+            os.environ[ADDRESS_ENV] = server.address
+            python = f"{sys.executable} -S -E {ROOT}/tests/support/forked_python.py {server.address}"
+            config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         """Run the tests of a file on one worker, where they share fixtures, and all distributed tests on one, too.
@@ -123,6 +137,6 @@ def _fixed_seed() -> None:
 @pytest.fixture(scope="session")
 def cli() -> Iterator[ForkServer]:
     """Runs `trainyard` commands in forks of one warm process."""
-    server = ForkServer()
+    server = ForkServer(SHARED_SERVER)
     yield server
     server.close()

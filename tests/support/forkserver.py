@@ -4,11 +4,16 @@ Importing torch takes seconds, a fork takes milliseconds. Each command gets its 
 session and standard streams, and exits with the code of the real command; only the interpreter start is shared. So are
 the ranks that a command with --nproc starts. Tests of start-up itself (import time, `python -m trainyard`) must use
 `subprocess`.
+
+With pytest-xdist, its workers are forks, too. Their server has also imported the libraries of the tests, and runs the
+commands of all workers.
 """
 
+import atexit
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -19,12 +24,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
+ADDRESS_ENV = "TRAINYARD_FORK_SERVER"
+"""Environment variable of a forked worker: the address of the server that all workers share."""
+LIBRARIES_OF_TESTS = ("tests.support.hf_reference", "datasets", "openai", "torch._dynamo")
+LIBRARIES_OF_TESTS += ("torch.distributed.checkpoint", "torch.distributed.tensor", "h5py", "fsspec", "tokenizers")
 MAX_FDS = 8
 """File descriptors that a request may carry."""
 PARENT_POLL_S = 0.5
@@ -72,10 +82,13 @@ class ForkedProcess:
 
 
 class ForkServer:
-    def __init__(self) -> None:
+    """A server that starts with the first command, unless there is one at `shared_address`."""
+
+    def __init__(self, shared_address: str | None = None, imports: Sequence[str] = ()) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="forkserver-")
-        self._address = os.path.join(self._directory.name, "socket")
+        self._shared_address, self._imports = shared_address, imports
+        self.address = shared_address or os.path.join(self._directory.name, "socket")
 
     def start(
         self,
@@ -87,8 +100,8 @@ class ForkServer:
     ) -> ForkedProcess:
         """Start `trainyard *args`. stdout and stderr are files that can be read while the command runs, or `terminal`,
         the path of a terminal device, which is then also stdin. `memory_bytes` limits the data of the process."""
-        if not self._process or self._process.poll() is not None:
-            self._start_server()
+        if not self._shared_address and (not self._process or self._process.poll() is not None):
+            self.start_server()
         files = {name: tempfile.NamedTemporaryFile("r", dir=self._directory.name) for name in ("stdout", "stderr")}  # noqa: SIM115
         request = {
             "args": [str(arg) for arg in args],
@@ -99,7 +112,7 @@ class ForkServer:
             "stderr": terminal or files["stderr"].name,
             "memory_bytes": memory_bytes,
         }
-        pid, connection = _request_fork(self._address, request)
+        pid, connection = _request_fork(self.address, request)
         return ForkedProcess(request["args"], pid, connection, files)  # type: ignore[arg-type]
 
     def run(
@@ -124,11 +137,11 @@ class ForkServer:
             self._process.wait()
         self._directory.cleanup()
 
-    def _start_server(self) -> None:
-        command = [sys.executable, "-m", "tests.support.forkserver", self._address]
+    def start_server(self) -> None:
+        command = [sys.executable, "-m", "tests.support.forkserver", self.address, *self._imports]
         self._process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
         deadline = time.monotonic() + 120
-        while not os.path.exists(self._address):
+        while not os.path.exists(self.address):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError("the fork server did not start")
             time.sleep(0.05)
@@ -173,7 +186,8 @@ def _read_exactly(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def _serve(address: str) -> None:
+def _serve(address: str, imports: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this server
     import torch
 
     import trainyard.cli.main
@@ -184,6 +198,8 @@ def _serve(address: str) -> None:
 
     global _address
     _address = address
+    for name in imports:
+        importlib.import_module(name)
     launcher.subprocess = SimpleNamespace(Popen=_start_rank, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     CpuDevice().peak_throughput(torch.float32)  # measured once, not by every command
     gc.collect()
@@ -220,7 +236,7 @@ def _serve(address: str) -> None:
                 connection.close()
                 for other in children.values():
                     other.close()
-                _command(request, received)
+                (_worker if request.get("worker") else _command)(request, received)
             for fd in received:
                 os.close(fd)
             children[pid] = connection
@@ -234,17 +250,42 @@ def _serve(address: str) -> None:
             children.pop(pid).close()
 
 
+def _take_fds(request: dict[str, Any], received: Sequence[int]) -> None:
+    """Give the received descriptors the numbers that the request wants."""
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in received]  # their numbers may be wanted for others
+    for fd in received:
+        os.close(fd)
+    for number, fd in zip(request.get("fds", ()), copies, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _worker(request: dict[str, Any], received: Sequence[int]) -> None:
+    """Become a worker of pytest-xdist, as Python with the arguments of execnet would. It stays in the process group of
+    the tests, so that Ctrl-C reaches it. This fork never returns."""
+    code = 1
+    try:
+        _take_fds(request, received)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdin, sys.argv, sys.path[0] = open(0, closefd=False), ["-c"], ""  # noqa: SIM115
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(request["program"], vars(sys.modules["__main__"]))
+        atexit._run_exitfuncs()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 def _command(request: dict[str, Any], received: Sequence[int] = ()) -> None:
     """Become the command: this fork never returns."""
     code = 1
     try:
         os.setsid()
-        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in received]  # their numbers may be wanted for others
-        for fd in received:
-            os.close(fd)
-        for number, fd in zip(request.get("fds", ()), copies, strict=True):
-            os.dup2(fd, number)
-            os.close(fd)
+        _take_fds(request, received)
         if request.get("memory_bytes"):
             resource.setrlimit(resource.RLIMIT_DATA, (request["memory_bytes"],) * 2)
         for name, number, flags in (
@@ -275,17 +316,13 @@ def _command(request: dict[str, Any], received: Sequence[int] = ()) -> None:
         except KeyboardInterrupt:
             code = 130
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        import atexit
-
         atexit._run_exitfuncs()
     finally:
         os._exit(code)
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], sys.argv[2:])
