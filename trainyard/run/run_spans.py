@@ -24,12 +24,7 @@ class RunSpans(Part):
     """The span file of a rank, if `enabled`."""
 
     def __init__(
-        self,
-        recorder: SpanRecorder,
-        run_directory: Path,
-        context: RankContext,
-        enabled: bool,
-        compiles: bool,
+        self, recorder: SpanRecorder, run_directory: Path, context: RankContext, enabled: bool, compiles: bool
     ) -> None:
         self.recorder, self.mesh, self.device = recorder, context.mesh, context.device
         self.run_directory, self.enabled, self.compiles = run_directory, enabled, compiles

@@ -65,13 +65,7 @@ def state_kinds(state_names: Sequence[str]) -> tuple[str, ...]:
 class FlatState:
     """Weights, gradients and optimizer state of one rank, and where each parameter lies in them."""
 
-    def __init__(
-        self,
-        shapes: Shapes,
-        context: RankContext,
-        precision: PrecisionSection,
-        rule: UpdateRule,
-    ) -> None:
+    def __init__(self, shapes: Shapes, context: RankContext, precision: PrecisionSection, rule: UpdateRule) -> None:
         self.rule = rule
         self.mesh, device = context.mesh, context.device.torch_device
         self.zero_stage = self.mesh.layout.zero
