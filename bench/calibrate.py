@@ -17,6 +17,7 @@ from published_runs import H200_RUNS, TRN1_RUNS, PublishedRun
 
 from trainyard.devices.kind import Efficiency
 from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.time.step_time import predict_step
 
 RUN_SETS = {"trn1": TRN1_RUNS, "h200": H200_RUNS}
@@ -31,7 +32,8 @@ def predicted_speed(run: PublishedRun, efficiency: Efficiency) -> float:
     """Sequences per second."""
     config = run.config()
     layout = Layout.from_config(config, run.hardware.ranks)
-    return config.train.global_batch / predict_step(config, layout, run.hardware, efficiency).seconds
+    planned = PlannedRun(config, layout, run.hardware.entry.kind)
+    return config.train.global_batch / predict_step(planned, run.hardware, efficiency).seconds
 
 
 @cache

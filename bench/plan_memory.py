@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from trainyard.train.callbacks import Callback, TrainerView
 
 from trainyard import Trainer
 from trainyard.config.load import parse
@@ -37,7 +38,7 @@ from trainyard.devices import DEVICES
 from trainyard.launch.launcher import reserved_port
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory.peak import estimate_memory
-from trainyard.run.callbacks import Callback, TrainerView
+from trainyard.preflight.plan.planned_run import PlannedRun
 
 LLAMA: dict[str, Any] = {
     "model": {
@@ -266,7 +267,7 @@ def print_case(where: str, case: str, found: dict[str, Any]) -> None:
     config, layout = make_config(where, case)
     places = found.get("places") or {"0": [found["memory_bytes"]]}
     for pp, peaks in sorted(places.items()):
-        plan = estimate_memory(config, layout, int(pp), DEVICES.find("cuda" if where == "gpu" else where))
+        plan = estimate_memory(PlannedRun(config, layout, DEVICES.find("cuda" if where == "gpu" else where)), int(pp))
         allocated = plan.total - plan.fragmentation
         name = case if len(places) == 1 else f"{case}, stage {pp}"
         ends = sorted({peaks[0], peaks[-1]})

@@ -24,6 +24,7 @@ from trainyard.families.family import LOSSES
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import parse_hardware, read_catalog
 from trainyard.preflight.plan.memory.optimizer_state import OptimizerMemory
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.problems import find_problems
 from trainyard.preflight.plan.report import make_plan
 from trainyard.preflight.plan.time.comm_volume import step_messages
@@ -244,13 +245,14 @@ def test_update_rule_is_planned() -> None:
     def memory(kind: str) -> OptimizerMemory:
         config = small(f"optimizer.kind={kind}")
         layout = Layout.from_config(config, 1)
-        return OptimizerMemory.from_config(config, layout, layout.stages_on(0))
+        return OptimizerMemory(PlannedRun(config, layout, devices.DEVICES.find("cpu")), layout.stages_on(0))
 
     adamw, lion, plain = memory("adamw"), memory("lion"), memory("plain")
     assert adamw.resident.optimizer - lion.resident.optimizer == 4 * adamw.flat.shard_size
     assert lion.resident.optimizer - plain.resident.optimizer == 4 * adamw.flat.shard_size
     config = small("optimizer.kind=plain", "layout.tp=2")
-    norms = [m for m in step_messages(config, Layout.from_config(config, 2), 0, 2**20).items() if m[0].group == "tp"]
+    run = PlannedRun(config, Layout.from_config(config, 2), devices.DEVICES.find("cpu"))
+    norms = [m for m in step_messages(run, 0).items() if m[0].group == "tp"]
     assert 2 in [count for message, count in norms if message.kind == "all_reduce"]
 
 
@@ -300,7 +302,7 @@ def test_loss_trains_with_its_terms_and_is_planned() -> None:
     record = json.loads((Path("runs/smooth/metrics.jsonl")).read_text().splitlines()[0])
     assert record["loss/smooth"] == record["loss"]
     config = small("train.loss=smooth")
-    messages = step_messages(config, Layout.from_config(config, 2), 0, 2**20)
+    messages = step_messages(PlannedRun(config, Layout.from_config(config, 2), devices.DEVICES.find("cpu")), 0)
     assert any(message.nbytes == 2 * 4 and message.group == "dp_cp" for message in messages)  # two counts
     assert train(small("train.loss=parts:SmoothLoss", "log.name=path")) == train(small("log.name=again"))
 

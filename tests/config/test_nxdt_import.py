@@ -130,7 +130,9 @@ def test_hardware_comes_from_devices_and_nodes(name: str) -> None:
     """`plan` of an imported file used this CPU, because the file named no hardware."""
     config = load_source(HERE / f"{name}.yaml", VOCAB.get(name, ()), warn=ignore_warning)
     assert re.fullmatch(r"\d+ x trn\S+xlarge", config.hardware)
-    assert parse_hardware(needed_hardware(config)).ranks == config.layout.ranks
+    assert (
+        parse_hardware(needed_hardware(config.hardware, config.layout, config.device.lnc)).ranks == config.layout.ranks
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)

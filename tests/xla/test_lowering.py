@@ -4,6 +4,7 @@ predicts."""
 from collections import Counter
 
 import pytest
+from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 
 from tests.xla.conftest import RunIsolated
 from tests.xla.lowering import VARIABLES, CollectiveOp, LoweredGraph, lower
@@ -11,6 +12,7 @@ from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.devices.neuron.xla_device import XlaDevice
 from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.time.comm_volume import MessageCounts, step_messages
 
 RECIPE = "llama3-70b"
@@ -63,7 +65,8 @@ def micro_batch(rank: int) -> MessageCounts:
 
     def step(micro_batches: int) -> MessageCounts:
         config = with_micro_batches(micro_batches)
-        return step_messages(config, Layout.from_config(config, 8 * STAGE_RANKS), rank, XlaDevice.kind.max_logits_bytes)
+        layout = Layout.from_config(config, 8 * STAGE_RANKS)
+        return step_messages(PlannedRun(config, layout, DeviceKind(XlaDevice.max_logits_bytes)), rank)
 
     return Counter(step(9)) - Counter(step(8))
 

@@ -14,7 +14,7 @@ from trainyard.models import blueprint_of
 from trainyard.preflight.plan.compare_measured import ComparisonRow
 from trainyard.preflight.plan.group_rules import PlanProblem
 from trainyard.preflight.plan.report import ConfigChange, Plan
-from trainyard.preflight.plan.search import SEARCHED_KEYS, LayoutRanking
+from trainyard.preflight.plan.search import SEARCHED_KEYS, LayoutRanking, override_values
 from trainyard.preflight.plan.time.step_time import distinct_pipeline_ranks
 
 TABLE_WIDTH = 100
@@ -108,7 +108,7 @@ def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: l
 def _memory_table(plan: Plan, console: Console) -> Table:
     columns = [name for name in MEMORY_COLUMNS if any(getattr(memory, name) for memory in plan.stage_memory)]
     table = _table(console, "pipeline ranks", *columns, "total")
-    for first, group in distinct_pipeline_ranks(plan.config, plan.layout).items():
+    for first, group in distinct_pipeline_ranks(plan.config.model, plan.layout).items():
         largest = plan.stage_memory[max(group, key=lambda pp: plan.stage_memory[pp].total)]
         limit = "max" if console.width < TABLE_WIDTH else "maximum"
         name = f"{first}" if len(group) == 1 else f"{first} to {group[-1]}, {limit}"
@@ -176,7 +176,10 @@ def print_search(plan: Plan, ranking: LayoutRanking) -> None:
         table.add_row(" ".join(labels), *map(str, cells), memory, f"{tokens / layout.seconds:,.0f}")
     console.print(table)
     best = ranking.layouts[0]
-    console.print(Text(f"\nbest: {' '.join(best.overrides(plan.config)) or 'the unchanged file'}"), soft_wrap=True)
+    console.print(
+        Text(f"\nbest: {' '.join(best.overrides(override_values(plan.config))) or 'the unchanged file'}"),
+        soft_wrap=True,
+    )
     if not file_layout:
         console.print(Text("the file's own layout is not possible on these ranks"))
     elif file_layout.memory > hardware.memory:

@@ -5,9 +5,8 @@ batch and the same samples. A number of nodes for which the file's own layout is
 one takes the fastest layout that `trainyard plan --search` finds, or trains on fewer nodes than it has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
 from typing import Any, Self
 
 from trainyard.config.schema import Config
@@ -17,8 +16,8 @@ from trainyard.core.yaml_io import format_value
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.catalog import CatalogEntry
 from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu
-from trainyard.preflight.plan.hardware.spec import Hardware, needed_hardware, parse_hardware
-from trainyard.preflight.plan.search import OVERRIDE_KEYS, RankedLayout, search_layouts
+from trainyard.preflight.plan.hardware.spec import needed_hardware, parse_hardware
+from trainyard.preflight.plan.search import OVERRIDE_KEYS, LayoutSearch, RankedLayout, override_values
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,9 @@ class NodeLayout:
     """file, or search."""
 
     @classmethod
-    def from_config(cls, config: Config, nodes: int, layout: Layout, origin: str) -> Self:
-        overrides = [f"{key}={format_value(attrgetter(key)(config))}" for key in OVERRIDE_KEYS]
+    def from_values(cls, values: Iterable[Any], nodes: int, layout: Layout, origin: str) -> Self:
+        """`values` are those of OVERRIDE_KEYS."""
+        overrides = [f"{key}={format_value(value)}" for key, value in zip(OVERRIDE_KEYS, values, strict=True)]
         return cls(nodes, [*overrides, f"layout.ranks={layout.world_size}"], layout.describe(), origin)
 
     def as_json(self) -> dict[str, Any]:
@@ -65,7 +65,15 @@ def layouts_by_nodes(
 
     for nodes in range(low, high + 1):
         on_progress(nodes - low, high - low + 1)
-        found = _find_layout(config, hardware_of_nodes(config, nodes, nproc, measure), nodes)
+        section = config.layout.model_copy(update={"ranks": nodes * nproc})
+        # What the file says about its hardware; this machine's CPU otherwise.
+        hardware = parse_hardware(needed_hardware(config.hardware, section, config.device.lnc), measure=measure)
+        if hardware.ranks != nodes * nproc:
+            raise UserError(
+                f"--nproc {nproc}: a node of {config.hardware} has {counted(hardware.ranks_per_node, 'rank')}; the "
+                "layouts of an elastic job need all of them"
+            )
+        found = _find_layout(LayoutSearch(config.model_copy(update={"layout": section}), hardware), nodes)
         if found is None and nodes == low:
             raise UserError(
                 f"--nodes {low}-{high}: no layout trains this model on {counted(low, 'node')} of "
@@ -75,25 +83,11 @@ def layouts_by_nodes(
     return out
 
 
-def _find_layout(config: Config, hardware: Hardware, nodes: int) -> NodeLayout | None:
+def _find_layout(search: LayoutSearch, nodes: int) -> NodeLayout | None:
     """The layout for exactly this number of nodes; None if there is none."""
-    sized = config.model_copy(update={"layout": config.layout.model_copy(update={"ranks": hardware.ranks})})
-    ranking = search_layouts(sized, hardware, count=1)
+    ranking = search.best(1)
     own = ranking.file_layout
-    if own and own.memory <= hardware.memory:
-        return NodeLayout.from_config(sized, nodes, own.layout, "file")
+    if own and own.memory <= search.hardware.memory:
+        return NodeLayout.from_values(override_values(search.config), nodes, own.layout, "file")
     best: RankedLayout | None = next((layout for layout in ranking.layouts if not layout.is_file), None)
-    return NodeLayout.from_config(best.config, nodes, best.layout, "search") if best else None
-
-
-def hardware_of_nodes(config: Config, nodes: int, nproc: int, measure: Callable[[int], CatalogEntry]) -> Hardware:
-    """The hardware of some nodes, from what the file says about it; this machine's CPU otherwise."""
-    ranks = nodes * nproc
-    sized = config.model_copy(update={"layout": config.layout.model_copy(update={"ranks": ranks})})
-    hardware = parse_hardware(needed_hardware(sized), measure=measure)
-    if hardware.ranks != ranks:
-        raise UserError(
-            f"--nproc {nproc}: a node of {config.hardware} has {counted(hardware.ranks_per_node, 'rank')}; the layouts "
-            "of an elastic job need all of them"
-        )
-    return hardware
+    return NodeLayout.from_values(best.values, nodes, best.layout, "search") if best else None

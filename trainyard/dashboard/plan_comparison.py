@@ -89,7 +89,8 @@ def compare(directory: Path) -> dict[str, Any]:
     from trainyard.preflight.plan.report import BOTTLENECK_NAMES, make_plan
 
     config = load_run_config(directory, [])
-    plan = make_plan(config, parse_hardware(run_hardware(directory) or needed_hardware(config), None, measure_cpu))
+    name = run_hardware(directory) or needed_hardware(config.hardware, config.layout, config.device.lnc)
+    plan = make_plan(config, parse_hardware(name, None, measure_cpu))
     rows = compare_with_measured(plan, directory)
     return {
         "hardware": plan.hardware.describe(),

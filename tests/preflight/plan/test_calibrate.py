@@ -10,6 +10,7 @@ from published_runs import H200_RUNS, TRN1_RUNS, PublishedRun
 from trainyard.devices import DEVICES
 from trainyard.devices.kind import Efficiency
 from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.time.step_time import predict_step
 
 
@@ -81,6 +82,7 @@ def test_no_run_is_faster_than_its_peak_rates(run: PublishedRun) -> None:
 def test_the_components_of_a_step_add_up(run: PublishedRun) -> None:
     config = run.config()
     layout = Layout.from_config(config, run.hardware.ranks)
-    step_time = predict_step(config, layout, run.hardware, DEVICES.find("xla").efficiency)
+    planned = PlannedRun(config, layout, run.hardware.entry.kind)
+    step_time = predict_step(planned, run.hardware, DEVICES.find("xla").efficiency)
     assert sum(step_time.components.values()) == pytest.approx(step_time.seconds)
     assert min(step_time.components.values()) >= 0

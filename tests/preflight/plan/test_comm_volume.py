@@ -21,11 +21,13 @@ from trainyard.compat import collectives, supports_zero_bubble
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.constants import MIB
+from trainyard.devices import DEVICES
 from trainyard.devices.cpu import CpuDevice
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.preflight.dryrun.dry_run import dry_run
 from trainyard.preflight.dryrun.op_trace import MESH_GROUPS
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.time.comm_volume import Message, MessageCounts, step_messages
 from trainyard.preflight.plan.trace.work_trace import EXPERT_EXCHANGES
 
@@ -125,7 +127,7 @@ def traced(recipe: str, rank: int, micro_batches: int | None, *overrides: str) -
 def planned(config: Config, rank: int) -> MessageCounts:
     """Planned messages of the first step: those of every step, and the vote of neighboring stages."""
     layout = layout_of(config)
-    counts = step_messages(config, layout, rank, CpuDevice.kind.max_logits_bytes)
+    counts = step_messages(PlannedRun(config, layout, DEVICES.find("cpu")), rank)
     pp = layout.coords(rank)["pp"]
     for stage in layout.stages_on(pp):
         neighbors = (stage.index - 1,) * (not stage.is_first) + (stage.index + 1,) * (not stage.is_last)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support import configs
 from tests.support.forkserver import ForkServer
+from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.constants import MIB
 from trainyard.core.errors import UserError
@@ -13,8 +14,8 @@ from trainyard.devices import DEVICES
 from trainyard.devices.cpu import CpuDevice
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory.peak import estimate_memory
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.problems import check_fits
-from trainyard.preflight.plan.report import with_overrides
 
 
 class DeviceWithMemory(CpuDevice):
@@ -33,7 +34,11 @@ def make_case(**train: object) -> tuple[Config, Layout, int]:
     section = {"micro_batch": 8, "global_batch": 8, **train}
     config = configs.tiny_config(model, data={"seq_len": 512}, train=section)
     layout = Layout.from_config(config, 1)
-    return config, layout, estimate_memory(config, layout, 0, CpuDevice.kind).total
+    return config, layout, needed_bytes(config, layout)
+
+
+def needed_bytes(config: Config, layout: Layout) -> int:
+    return estimate_memory(PlannedRun(config, layout, DEVICES.find("cpu")), 0).total
 
 
 def warnings(config: Config, layout: Layout, available: float | None) -> list[str]:
@@ -61,8 +66,8 @@ def test_run_that_cannot_fit_is_refused_with_a_fix_that_fits() -> None:
     with pytest.raises(UserError, match="nearest: ") as caught:
         warnings(config, layout, needed / 1.31)
     overrides = str(caught.value).rpartition("nearest: ")[2].split(" (")[0].split()
-    fixed = with_overrides(config, overrides)
-    assert estimate_memory(fixed, layout, 0, CpuDevice.kind).total <= 0.95 * needed / 1.31
+    fixed = parse(config.model_dump(mode="json"), overrides)
+    assert needed_bytes(fixed, layout) <= 0.95 * needed / 1.31
     with pytest.raises(UserError, match="no single change makes it fit"):
         warnings(config, layout, MIB)
 

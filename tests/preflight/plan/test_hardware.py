@@ -67,7 +67,7 @@ def test_a_family_of_instances_is_its_largest_one(name: str, size: str) -> None:
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_hardware_of_recipes_has_their_number_of_ranks(recipe: str) -> None:
     config = load(recipe)
-    name = needed_hardware(config)
+    name = needed_hardware(config.hardware, config.layout, config.device.lnc)
     if not name.startswith("cpu"):
         assert parse_hardware(name).ranks == config.layout.ranks
 
@@ -86,7 +86,8 @@ def test_ranks_of_the_layout_set_the_size_of_the_hardware(
     hardware: str, overrides: list[str], expected: tuple[int, int]
 ) -> None:
     """`plan FILE layout.ranks=64` planned for the ranks of the file's hardware."""
-    found = parse_hardware(needed_hardware(load("tiny-llama", [f"hardware={hardware}", *overrides])))
+    config = load("tiny-llama", overrides)
+    found = parse_hardware(needed_hardware(hardware, config.layout, config.device.lnc))
     assert (found.count, found.ranks) == expected
 
 

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from tests.preflight.plan.exact_peak import exact_peak
 from tests.support import configs
 from tests.support.examples import examples
-from trainyard.config.load import load
+from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.devices import DEVICES
 from trainyard.devices.kind import DeviceKind
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory import pass_memory
+from trainyard.preflight.plan.memory.pass_memory import RankMemory
 from trainyard.preflight.plan.memory.peak import estimate_memory
-from trainyard.preflight.plan.report import with_overrides
+from trainyard.preflight.plan.planned_run import PlannedRun
 
 TOLERANCE = 0.05
 CPU, GPU, TRAINIUM = map(DEVICES.find, ("cpu", "cuda", "neuron"))
@@ -30,9 +31,13 @@ RESULTS = Path(plan_memory.__file__).parent / "results"
 GPU_RESULTS = json.loads((RESULTS / "plan-memory-gpu.json").read_text())
 
 
+def peak_memory(config: Config, layout: Layout, pp: int, device: DeviceKind) -> RankMemory:
+    return estimate_memory(PlannedRun(config, layout, device), pp)
+
+
 def allocated(config: Config, layout: Layout, pp: int, device: DeviceKind) -> int:
     """Estimated bytes, without fragmentation."""
-    memory = estimate_memory(config, layout, pp, device)
+    memory = peak_memory(config, layout, pp, device)
     return memory.total - memory.fragmentation
 
 
@@ -41,7 +46,7 @@ NIGHTLY = pytest.mark.nightly
 
 def check_on_cpu(case: str, *overrides: str) -> None:
     config, _ = plan_memory.make_config("cpu", case)
-    config = with_overrides(config, list(overrides))
+    config = parse(config.model_dump(mode="json"), overrides)
     estimate = allocated(config, Layout.from_config(config, 1), 0, CPU)
     assert estimate == pytest.approx(plan_memory.measure_rank_on_cpu(config)["memory_bytes"], rel=TOLERANCE)
 
@@ -81,7 +86,7 @@ def test_estimate_equals_allocations_of_every_rank_on_a_cpu(case: str) -> None:
 def test_estimate_equals_recorded_allocations_on_a_gpu(case: str) -> None:
     config, layout = plan_memory.make_config("gpu", case)
     assert allocated(config, layout, 0, GPU) == pytest.approx(GPU_RESULTS[case]["memory_bytes"], rel=TOLERANCE)
-    total = estimate_memory(config, layout, 0, GPU).total
+    total = peak_memory(config, layout, 0, GPU).total
     assert total == pytest.approx(GPU_RESULTS[case]["reserved"], rel=TOLERANCE)
 
 
@@ -93,13 +98,15 @@ def test_a_plan_for_a_gpu_does_not_need_triton() -> None:
         "import plan_memory\n"
         "from trainyard.devices.builtin.cuda import DEVICE as CUDA\n"
         "from trainyard.preflight.plan.memory.peak import estimate_memory\n"
+        "from trainyard.preflight.plan.planned_run import PlannedRun\n"
         "for case in ('llama-8', 'gpt', 'bert', 'llama-fp8'):\n"
-        "    print(estimate_memory(*plan_memory.make_config('gpu', case), 0, CUDA).total)\n"
+        "    run = PlannedRun(*plan_memory.make_config('gpu', case), CUDA)\n"
+        "    print(estimate_memory(run, 0).total)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=RESULTS.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     cases = [plan_memory.make_config("gpu", case) for case in ("llama-8", "gpt", "bert", "llama-fp8")]
-    assert [int(line) for line in done.stdout.split()] == [estimate_memory(*case, 0, GPU).total for case in cases]
+    assert [int(line) for line in done.stdout.split()] == [peak_memory(*case, 0, GPU).total for case in cases]
 
 
 def test_estimate_equals_memory_of_a_speed_benchmark() -> None:
@@ -176,9 +183,9 @@ def test_layers_beyond_the_traced_ones_add_what_each_adds(
     config = load(recipe, [*overrides, f"recompute.kind={recompute}"])
     layout = Layout.from_config(config, 8)
     kinds = (CPU, GPU, TRAINIUM)
-    full = [estimate_memory(config, layout, 0, kind) for kind in kinds]
+    full = [peak_memory(config, layout, 0, kind) for kind in kinds]
     monkeypatch.setattr(pass_memory, "TRACED_REPEATS", 12)
-    assert [estimate_memory(config, layout, 0, kind) for kind in kinds] == full
+    assert [peak_memory(config, layout, 0, kind) for kind in kinds] == full
 
 
 def test_memory_of_llama_3_70b_is_estimated_in_seconds() -> None:
@@ -186,17 +193,17 @@ def test_memory_of_llama_3_70b_is_estimated_in_seconds() -> None:
     layout = Layout.from_config(config, 512)
     start = time.process_time()
     for pp in range(layout.pp):
-        estimate_memory(config, layout, pp, TRAINIUM)
+        peak_memory(config, layout, pp, TRAINIUM)
     assert time.process_time() - start < 12  # a slow machine included; a trace of all 80 layers takes minutes
 
 
 FAMILIES = st.sampled_from(sorted(configs.TINY_MODELS))
-DEVICE_KINDS = st.sampled_from([CPU, GPU, TRAINIUM])
+KINDS = st.sampled_from([CPU, GPU, TRAINIUM])
 PRECISIONS = st.sampled_from(["fp32", "bf16", "bf16_sr"])
 
 
 @examples(40)
-@given(FAMILIES, DEVICE_KINDS, PRECISIONS, st.sampled_from(["attention", "full"]))
+@given(FAMILIES, KINDS, PRECISIONS, st.sampled_from(["attention", "full"]))
 def test_recompute_never_needs_more_memory(family: str, kind: DeviceKind, precision: str, recompute: str) -> None:
     # With a copy of keys and values for each query head, attention does not save what they were copied from. Recomputed
     # it does, and with two query heads per kv head, as here, that is more.
@@ -209,17 +216,17 @@ def test_recompute_never_needs_more_memory(family: str, kind: DeviceKind, precis
     base = configs.tiny_config(family, **sections)
     recomputed = configs.tiny_config(family, recompute={"kind": recompute}, **sections)
     layout = Layout.from_config(base, 1)
-    assert estimate_memory(recomputed, layout, 0, kind).total <= estimate_memory(base, layout, 0, kind).total
+    assert peak_memory(recomputed, layout, 0, kind).total <= peak_memory(base, layout, 0, kind).total
 
 
 @examples(40)
-@given(FAMILIES, DEVICE_KINDS, PRECISIONS, st.sampled_from([2, 4]))
+@given(FAMILIES, KINDS, PRECISIONS, st.sampled_from([2, 4]))
 def test_zero_1_shards_the_optimizer_state(family: str, kind: DeviceKind, precision: str, ranks: int) -> None:
     memories = []
     for zero in (0, 1):
         config = configs.tiny_config(
             family, precision={"kind": precision}, layout={"zero": zero}, train={"global_batch": 8}
         )
-        memories.append(estimate_memory(config, Layout.from_config(config, ranks), 0, kind))
+        memories.append(peak_memory(config, Layout.from_config(config, ranks), 0, kind))
     assert memories[0].weights == memories[1].weights
     assert memories[1].optimizer <= memories[0].optimizer

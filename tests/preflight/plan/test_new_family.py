@@ -13,6 +13,7 @@ from tests.preflight.plan.exact_peak import exact_peak
 from tests.preflight.plan.test_memory import SHAPE, TOLERANCE, allocated
 from trainyard.config.load import load
 from trainyard.config.schema import Config
+from trainyard.devices import DEVICES
 from trainyard.devices.builtin.neuron import DEVICE as TRAINIUM
 from trainyard.devices.cpu import CpuDevice
 from trainyard.families import Blueprint, ParamSpec, find_family
@@ -21,8 +22,8 @@ from trainyard.models import llama
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import parse_hardware
-from trainyard.preflight.plan.layer_kinds import traced_alike
-from trainyard.preflight.plan.memory.pass_memory import _split_into_runs
+from trainyard.preflight.plan.memory.pass_memory import _split_into_patterns
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.problems import check_fits
 from trainyard.preflight.plan.report import make_plan
 from trainyard.preflight.plan.time.step_time import layer_time, local_weight_count, micro_batch_time
@@ -140,28 +141,29 @@ def test_a_plan_sums_over_the_kinds_of_layers() -> None:
     config = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), "model.layers=12"])
     shallow = load("tiny-llama", [*SHAPE.split(), *TWO_KINDS.split(), "model.layers=4"])
     layout, hardware = Layout.from_config(config, 1), parse_hardware("h200:1")
-    alike = traced_alike(config)
-    assert alike == (0, 1, *(2, 3) * 5)
-    dense, dense_window, experts, experts_window = (layer_time(config, layout, hardware, layer) for layer in range(4))
+    run = PlannedRun(config, layout, DEVICES.find("cuda"))
+    assert run.alike == (0, 1, *(2, 3) * 5)
+    dense, dense_window, experts, experts_window = (layer_time(run, hardware, layer) for layer in range(4))
     assert experts.matmul > dense.matmul == dense_window.matmul
     assert experts.attention == dense.attention > dense_window.attention == experts_window.attention
-    deep, few = (micro_batch_time(c, Layout.from_config(c, 1), 0, hardware) for c in (config, shallow))
+    shallow_run = PlannedRun(shallow, Layout.from_config(shallow, 1), DEVICES.find("cuda"))
+    deep, few = (micro_batch_time(each, 0, hardware) for each in (run, shallow_run))
     assert deep.matmul - few.matmul == pytest.approx(8 * experts.matmul, rel=1e-9)
     assert deep.attention - few.attention == pytest.approx(4 * (experts.attention + experts_window.attention), rel=1e-9)
     blueprint = find_family(config.model.family).blueprint(config.model)
-    assert local_weight_count(config, layout, 0) == blueprint.parameter_count()
+    assert local_weight_count(config.model, layout, 0) == blueprint.parameter_count()
 
 
 def test_patterns_of_kinds_are_found() -> None:
-    """Runs by place of the first layer, length of the pattern and number of its repetitions."""
+    """Patterns by place of the first layer, length of the pattern and number of its repetitions."""
 
-    def runs(kinds: str) -> list[tuple[int, int, int]]:
-        found = _split_into_runs([ord(kind) for kind in kinds])
-        return [(run.start, run.length, run.repeats) for run in found]
+    def patterns(kinds: str) -> list[tuple[int, int, int]]:
+        found = _split_into_patterns([ord(kind) for kind in kinds])
+        return [(pattern.start, pattern.length, pattern.repeats) for pattern in found]
 
-    assert runs("AAAAAAA") == [(0, 1, 7)]
-    assert runs("A") == [(0, 1, 1)]
-    assert runs("AABBBBA") == [(0, 1, 2), (2, 1, 4), (6, 1, 1)]
-    assert runs("DDEEEE") == [(0, 1, 2), (2, 1, 4)]
-    assert runs("DEFGFGFG") == [(0, 1, 1), (1, 1, 1), (2, 2, 3)]
-    assert runs("LLLLLG" * 4 + "LL") == [(0, 6, 4), (24, 1, 2)]
+    assert patterns("AAAAAAA") == [(0, 1, 7)]
+    assert patterns("A") == [(0, 1, 1)]
+    assert patterns("AABBBBA") == [(0, 1, 2), (2, 1, 4), (6, 1, 1)]
+    assert patterns("DDEEEE") == [(0, 1, 2), (2, 1, 4)]
+    assert patterns("DEFGFGFG") == [(0, 1, 1), (1, 1, 1), (2, 2, 3)]
+    assert patterns("LLLLLG" * 4 + "LL") == [(0, 6, 4), (24, 1, 2)]

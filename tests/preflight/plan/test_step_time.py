@@ -12,6 +12,7 @@ from trainyard.devices import DEVICES
 from trainyard.devices.kind import Efficiency
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware, parse_hardware
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.time.comm_volume import Message
 from trainyard.preflight.plan.time.step_time import StepTime, message_time, predict_step
 
@@ -28,7 +29,8 @@ LAYOUTS = {
 def predicted(*overrides: str, efficiency: Efficiency | None = None) -> StepTime:
     config = load("llama3-70b", overrides)
     layout = Layout.from_config(config, HARDWARE.ranks)
-    return predict_step(config, layout, HARDWARE, efficiency or HARDWARE.entry.kind.efficiency)
+    run = PlannedRun(config, layout, DEVICES.find("neuron"))
+    return predict_step(run, HARDWARE, efficiency or HARDWARE.entry.kind.efficiency)
 
 
 def seconds(*overrides: str, efficiency: Efficiency | None = None) -> float:
@@ -90,5 +92,10 @@ def test_gpus_overlap_data_parallel_messages_and_trainium_does_not() -> None:
     gpus = parse_hardware("h200:8")
     layout, efficiency = Layout.from_config(config, 8), gpus.entry.kind.efficiency
     trainium = Hardware("trainium", replace(gpus.entry, kind=DEVICES.find("neuron")), 8)
-    assert predict_step(config, layout, gpus, efficiency).overlapped["dp"] > 0
-    assert predict_step(config, layout, trainium, efficiency).overlapped["dp"] == 0
+
+    def overlapped(hardware: Hardware) -> float:
+        run = PlannedRun(config, layout, hardware.entry.kind)
+        return predict_step(run, hardware, efficiency).overlapped["dp"]
+
+    assert overlapped(gpus) > 0
+    assert overlapped(trainium) == 0

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support import configs
 from trainyard.devices import DEVICES
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.memory.pass_memory import RankSizes
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.trace import memory_trace, stage_run
 from trainyard.preflight.plan.trace.shape_rules import shape_rule
 
@@ -57,8 +57,8 @@ def test_shape_rules_equal_torchs(function: Any, args: Any, kwargs: Any) -> None
 def test_equals_torchs_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layout, recompute = CASES[case]
     config = configs.tiny_config(model, layout=layout, recompute=recompute)
-    sizes = RankSizes(config, Layout.from_config(config, 2), DEVICES.find("cuda"))
-    stage = sizes.traced_stage((0, 1), is_first=True, is_last=True)
+    run = PlannedRun(config, Layout.from_config(config, 2), DEVICES.find("cuda"))
+    stage = run.traced_stage((0, 1))
     trace = memory_trace.trace_memory.__wrapped__
     planned = trace(stage)
     monkeypatch.setattr(stage_run, "eager_checkpoint", checkpoint)
@@ -72,14 +72,17 @@ import sys
 from trainyard.config.load import load
 from trainyard.devices.builtin.neuron import DEVICE as TRAINIUM
 from trainyard.parallel.layout import Layout
+from trainyard.devices import DEVICES
 from trainyard.preflight.plan.memory.peak import estimate_memory
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.trace.memory_trace import trace_memory
 config = load("recipes/llama3-70b.yaml", [])
-first = estimate_memory(config, Layout.from_config(config, 512), 0, TRAINIUM)
+run = PlannedRun(config, Layout.from_config(config, 512), DEVICES.find("neuron"))
+first = estimate_memory(run, 0)
 assert "torch._dynamo" not in sys.modules
 import torch._dynamo
 trace_memory.cache_clear()
-assert first == estimate_memory(config, Layout.from_config(config, 512), 0, TRAINIUM)
+assert first == estimate_memory(run, 0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from trainyard.preflight.plan.compare_measured import compare_with_measured, loa
 from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu
 from trainyard.preflight.plan.hardware.spec import needed_hardware, parse_hardware, read_catalog
 from trainyard.preflight.plan.problems import find_problems
-from trainyard.preflight.plan.search import search_layouts
+from trainyard.preflight.plan.search import LayoutSearch, override_values
 
 SEARCH_ROWS = 10
 """Layouts that `--search` lists."""
@@ -55,7 +55,8 @@ def plan(
     is_run = run_directory.is_dir()
     config = load_run_config(run_directory, override_list) if is_run else load_source(source, override_list)
     catalog = read_catalog(hardware_file) if hardware_file else None
-    name = hardware or (run_hardware(run_directory) if is_run else None) or needed_hardware(config)
+    measured_on = run_hardware(run_directory) if is_run else None
+    name = hardware or measured_on or needed_hardware(config.hardware, config.layout, config.device.lnc)
     spec = parse_hardware(name, catalog, measure_cpu)
     prediction = report.make_plan(config, spec, price)
     if is_run:
@@ -70,7 +71,7 @@ def plan(
     ranking = None
     if search:
         with ProgressDisplay("layouts", items=True) as progress:
-            ranking = search_layouts(config, spec, SEARCH_ROWS, progress.update)
+            ranking = LayoutSearch(config, spec).best(SEARCH_ROWS, progress.update)
         if not ranking.layouts:
             raise UserError(f"--search: no layout fits {spec.describe()}; nearest: more devices, or a smaller model")
     if as_json:
@@ -81,7 +82,7 @@ def plan(
         if ranking:
             out["search"] = [
                 {
-                    "overrides": layout.overrides(config),
+                    "overrides": layout.overrides(override_values(config)),
                     "seconds": layout.seconds,
                     "memory": layout.memory,
                     "own": layout.is_file,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.schema import Config
+from trainyard.config.layout_schema import LayoutSection
 from trainyard.core.errors import UserError
 from trainyard.devices.neuron.topology import group_problem, rank_order
 from trainyard.parallel.layout import AxisName, Layout
@@ -27,12 +27,12 @@ class PlanProblem:
     """The run would not start, or fail before its end."""
 
 
-def config_as_run(config: Config, hardware: Hardware) -> Config:
-    """The configuration as the hardware runs it: Trainium gathers keys and values instead of passing them around a
-    ring, whose graph would depend on the rank."""
-    if not hardware.entry.kind.decomposes_attention or config.layout.cp == 1 or config.layout.cp_method != "ring":
-        return config
-    return config.model_copy(update={"layout": config.layout.model_copy(update={"cp_method": "all_gather"})})
+def layout_as_run(layout: LayoutSection, hardware: Hardware) -> LayoutSection:
+    """The layout as the hardware runs it: Trainium gathers keys and values instead of passing them around a ring, whose
+    graph would depend on the rank."""
+    if not hardware.entry.kind.decomposes_attention or layout.cp == 1 or layout.cp_method != "ring":
+        return layout
+    return layout.model_copy(update={"cp_method": "all_gather"})
 
 
 def group_problems(layout: Layout, hardware: Hardware) -> list[PlanProblem]:

@@ -1,7 +1,7 @@
 """Problems of a run that are known before it starts, each in one line with the nearest fix: those that `trainyard plan`
 finds, and the memory check of `trainyard train` before any weight is allocated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from trainyard.config.schema import Config
@@ -10,12 +10,11 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 from trainyard.data.loading.build import build_datasets
 from trainyard.devices.base import Device
-from trainyard.devices.kind import DeviceKind
 from trainyard.families import blueprint_of
 from trainyard.formats.hf import check_hf_export
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import PlanProblem, group_problems
-from trainyard.preflight.plan.memory.pass_memory import RankSizes
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.report import MEMORY_FILL_LIMIT, ConfigChange, Plan, max_rank_memory, single_key_variants
 from trainyard.remote.storage import open_storage
 
@@ -27,7 +26,7 @@ docs/lab/memory-evidence.md."""
 def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
     """`fixes` are changes that fit in memory."""
     problems, device = group_problems(plan.layout, plan.hardware), plan.hardware.entry.kind
-    if plan.original_config.layout.cp_method != plan.config.layout.cp_method:
+    if plan.replaces_ring:
         message = f"layout.cp_method=ring: {device.label} gathers keys and values instead, and so does this plan"
         problems.append(PlanProblem(f"{message}; nearest: layout.cp_method=all_gather", False))
     if not (device.has_grouped_gemm or plan.config.model.has_static_shapes):
@@ -39,7 +38,7 @@ def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
         except UserError as error:
             problems.append(PlanProblem(f"checkpoint.export_hf=true: {error}; nearest: false", True))
     problems += [*_memory_problems(plan, fixes), *_disk_problems(plan), *_host_memory_problems(plan)]
-    return [*problems, *_data_problems(plan.config)]
+    return [*problems, *_data_problems(plan)]
 
 
 def _memory_problems(plan: Plan, fixes: list[ConfigChange]) -> Iterator[PlanProblem]:
@@ -52,10 +51,10 @@ def _memory_problems(plan: Plan, fixes: list[ConfigChange]) -> Iterator[PlanProb
     yield PlanProblem(message, True)
 
 
-def checkpoint_bytes(config: Config) -> int:
+def checkpoint_bytes(plan: Plan) -> int:
     """Size of one checkpoint, over all ranks: master weights and two moments."""
-    per_weight = 8 + (2 if config.precision.kind == "bf16_sr" else 4)
-    return blueprint_of(config.model).parameter_count() * per_weight
+    model, per_weight = plan.config.model, 8 + (2 if plan.config.precision.kind == "bf16_sr" else 4)
+    return blueprint_of(model).parameter_count() * per_weight
 
 
 def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:
@@ -66,7 +65,7 @@ def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:
     if not section.saving_enabled or not local or "://" in (section.directory or ""):
         return
     directory = Path(section.directory or Path(config.log.directory) / config.log.name).expanduser()
-    size, free = checkpoint_bytes(config), open_storage(directory.absolute()).free_bytes()
+    size, free = checkpoint_bytes(plan), open_storage(directory.absolute()).free_bytes()
     count = section.keep + 1
     if not section.keep:
         count = -(-config.train.steps // section.every) if section.every else 1
@@ -81,7 +80,7 @@ def _host_memory_problems(plan: Plan) -> Iterator[PlanProblem]:
     section, host_memory = plan.config.checkpoint, plan.hardware.entry.host_memory
     if not section.saving_enabled or section.blocking or not host_memory or plan.hardware.entry.kind.is_host:
         return
-    shard = checkpoint_bytes(plan.config) / plan.layout.world_size
+    shard = checkpoint_bytes(plan) / plan.layout.world_size
     ranks = plan.hardware.ranks_per_node
     copies = shard * min(ranks, section.writers_per_host or ranks)
     if copies > host_memory / 2:
@@ -91,8 +90,9 @@ def _host_memory_problems(plan: Plan) -> Iterator[PlanProblem]:
         yield PlanProblem(message, copies > host_memory)
 
 
-def _data_problems(config: Config) -> Iterator[PlanProblem]:
+def _data_problems(plan: Plan) -> Iterator[PlanProblem]:
     """Repetitions of the training data, if the files are on this machine."""
+    config = plan.config
     if not config.data.has_flag("is_countable"):
         return
     try:
@@ -119,25 +119,22 @@ def check_fits(
     available = device.memory_per_rank(local_size)
     if available is None or config.train.loss:
         return
-    needed = max_rank_memory(config, layout, device.kind)
+    run = PlannedRun(config, layout, device.kind)
+    needed = max_rank_memory(run)
     if needed <= MEMORY_FILL_LIMIT * available:
         return
     message = f"memory: a rank needs about {needed / GIB:.1f} GiB and has {available / GIB:.1f}"
-    fix = smallest_fix(config, layout, device.kind, available)
+    fix = smallest_fix(single_key_variants(config, layout.world_size, run.device), available)
     # Packed batches: the data decide how much is padding, which needs no memory.
-    packed = RankSizes(config, layout, device.kind).packed_batch
-    depends_on_data = packed and config.data.source != "synthetic"
+    depends_on_data = run.packed_batch and config.data.source != "synthetic"
     if needed > REFUSE_FACTOR * available and not depends_on_data:
         raise UserError(f"{message}; {fix}")
     warn(f"note: {message}, so the run may fail; {fix}")
 
 
-def smallest_fix(config: Config, layout: Layout, device: DeviceKind, available: int) -> str:
+def smallest_fix(variants: Iterable[tuple[str, PlannedRun]], available: int) -> str:
     """The single change that fits and saves the least memory, as advice for the user."""
-    sizes = [
-        (max_rank_memory(variant, variant_layout, device), overrides)
-        for overrides, variant, variant_layout in single_key_variants(config, layout.world_size)
-    ]
+    sizes = [(max_rank_memory(run), overrides) for overrides, run in variants]
     fitting = [entry for entry in sizes if entry[0] <= MEMORY_FILL_LIMIT * available]
     if not fitting:
         return "no single change makes it fit; run trainyard plan FILE --search"

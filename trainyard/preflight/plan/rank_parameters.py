@@ -1,19 +1,13 @@
 """The parameters of a rank and their local shapes, from the blueprint, in the order of the flat buffer."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 
-from trainyard.config.schema import Config
 from trainyard.core.splits import ModelShard
-from trainyard.core.user_code import is_user_path
 from trainyard.families.blueprint import Blueprint, ParamSpec
 from trainyard.models import ModelConfig, blueprint_of
-from trainyard.parallel.flat_buffer import FlatBuffer
-from trainyard.parallel.layout import Layout, StageSpec
-from trainyard.preflight.plan.layer_kinds import first_alike
-from trainyard.train.optim.flat_state import make_flat_buffer
-from trainyard.train.optim.load_rule import load_update_rule
-from trainyard.train.optim.update_rule import UpdateRule
+from trainyard.parallel.layout import StageSpec
 
 
 @dataclass(frozen=True)
@@ -24,6 +18,15 @@ class LocalParam:
     shape: tuple[int, ...]
     replication: tuple[tuple[int, int], ...]
     """(rows, ranks that hold the same rows) of each part of a fused parameter."""
+
+
+@cache
+def first_alike(model: ModelConfig, fp8_layers: range = range(0)) -> tuple[int, ...]:
+    """For each layer the first one of its kind; in fp8 or not, layers are of different kinds. A plan traces one or two
+    layers of each kind, which stand for all others."""
+    first: dict[Hashable, int] = {}
+    kinds = ((model.layer_kind(layer), layer in fp8_layers) for layer in range(model.layers))
+    return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 
 
 def local_params(model: ModelConfig, shard: ModelShard, stages: list[StageSpec]) -> dict[str, LocalParam]:
@@ -38,19 +41,6 @@ def local_params(model: ModelConfig, shard: ModelShard, stages: list[StageSpec])
             named |= {param.spec.name.replace("*", str(layer)): param for param in params[alike[layer]]}
         named |= {param.spec.name: param for param in params["last"] * stage.is_last}
     return dict(sorted(named.items(), key=lambda item: not item[1].spec.weight_decay))
-
-
-def planned_rule(config: Config) -> UpdateRule:
-    """The update rule that a plan counts: AdamW in the place of the user's, whose code a plan does not import."""
-    rule = config.optimizer
-    return load_update_rule(rule.model_copy(update={"kind": "adamw"}) if is_user_path(rule.kind) else rule)
-
-
-def rank_flat_buffer(config: Config, params: dict[str, LocalParam], layout: Layout) -> FlatBuffer:
-    """The flat buffer that a run lays out for `params`, which `local_params` returned."""
-    shapes = {name: param.shape for name, param in params.items()}
-    specs = {name: param.spec for name, param in params.items()}
-    return make_flat_buffer(shapes, specs, layout, config.precision, planned_rule(config))
 
 
 @cache

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from trainyard.config.layout_schema import LayoutSection
 from trainyard.config.load import parse
-from trainyard.config.schema import Config
+from trainyard.config.schema import Config, PrecisionSection, RecomputeSection
 from trainyard.core.errors import UserError
 from trainyard.devices.kind import DeviceKind
 from trainyard.families.flops import flops_per_sample
-from trainyard.models import blueprint_of
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.group_rules import config_as_run
+from trainyard.preflight.plan.group_rules import layout_as_run
 from trainyard.preflight.plan.hardware.spec import Hardware
 from trainyard.preflight.plan.memory.pass_memory import RankMemory
 from trainyard.preflight.plan.memory.peak import estimate_memory
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.time.step_time import (
     StepTime,
     distinct_pipeline_ranks,
@@ -61,17 +62,17 @@ class RunCost:
     """Dollars an hour for one instance; None if unknown."""
 
 
-def estimate_cost(config: Config, hardware: Hardware, seconds: float, price_per_hour: float | None) -> RunCost:
+def estimate_cost(run: PlannedRun, hardware: Hardware, seconds: float, price_per_hour: float | None) -> RunCost:
     """The cost of a run whose steps take `seconds`. `price_per_hour` overrides the price in the catalog."""
-    speed = config.train.global_batch / seconds
-    blueprint = blueprint_of(config.model)
-    flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
-    peak = hardware.peak_flops(config.precision.compute_dtype) * hardware.ranks
-    hours = seconds * config.train.steps / HOUR_S
+    train, data = run.train, run.data
+    speed = train.global_batch / seconds
+    flops = flops_per_sample(run.model, run.family.blueprint(run.model), data.seq_len, data.max_predictions)
+    peak = hardware.peak_flops(run.precision.compute_dtype) * hardware.ranks
+    hours = seconds * train.steps / HOUR_S
     price = hardware.entry.price_per_hour if price_per_hour is None else price_per_hour
     return RunCost(
         sequences_per_second=speed,
-        tokens_per_second=speed * config.data.seq_len,
+        tokens_per_second=speed * data.seq_len,
         mfu_full=speed * flops.full_attention / peak,
         mfu_causal=speed * flops.causal_attention / peak,
         days=hours / 24,
@@ -94,9 +95,10 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class Plan:
-    original_config: Config
     config: Config
     """The configuration as the hardware runs it."""
+    replaces_ring: bool
+    """The file passes keys and values around a ring, which the hardware does not."""
     layout: Layout
     hardware: Hardware
     stage_memory: list[RankMemory]
@@ -124,37 +126,28 @@ class Plan:
         return f"{BOTTLENECK_NAMES[name]}, {share:.0%} of the step"
 
 
-def make_plan(original_config: Config, hardware: Hardware, price_per_hour: float | None = None) -> Plan:
-    config = config_as_run(original_config, hardware)
-    layout = Layout.from_config(config, hardware.ranks)
-    efficiency = hardware.entry.kind.efficiency
-    step_time = predict_step(config, layout, hardware, efficiency)
+def make_plan(config: Config, hardware: Hardware, price_per_hour: float | None = None) -> Plan:
+    section = layout_as_run(config.layout, hardware)
+    replaces_ring = section.cp_method != config.layout.cp_method
+    config = config.model_copy(update={"layout": section})
+    layout, efficiency = Layout.from_config(config, hardware.ranks), hardware.entry.kind.efficiency
+    run = PlannedRun(config, layout, hardware.entry.kind)
+    step_time = predict_step(run, hardware, efficiency)
     traffic = {
         axis: AxisTraffic(count, size, ideal.at_efficiency(efficiency), step_time.overlapped.get(axis, 0.0))
-        for axis, (count, size, ideal) in traffic_by_axis(config, layout, step_time.slowest_pp, hardware).items()
+        for axis, (count, size, ideal) in traffic_by_axis(run, step_time.slowest_pp, hardware).items()
     }
-    return Plan(
-        original_config,
-        config,
-        layout,
-        hardware,
-        [estimate_memory(config, layout, pp, hardware.entry.kind) for pp in range(layout.pp)],
-        traffic,
-        step_time,
-        estimate_cost(config, hardware, step_time.seconds, price_per_hour),
-    )
+    memory = [estimate_memory(run, pp) for pp in range(layout.pp)]
+    cost = estimate_cost(run, hardware, step_time.seconds, price_per_hour)
+    return Plan(config, replaces_ring, layout, hardware, memory, traffic, step_time, cost)
 
 
-def with_overrides(config: Config, overrides: list[str]) -> Config:
-    return parse(config.model_dump(mode="json"), overrides)
-
-
-def max_rank_memory(config: Config, layout: Layout, device: DeviceKind, limit: float = inf) -> int:
+def max_rank_memory(run: PlannedRun, limit: float = inf) -> int:
     """Bytes of the rank with the highest peak, or of the first one found above `limit`. Among pipeline ranks with the
     same work that is the first one, which has the most micro batches in flight."""
     most = 0
-    for pp in distinct_pipeline_ranks(config, layout):
-        most = max(most, estimate_memory(config, layout, pp, device).total)
+    for pp in distinct_pipeline_ranks(run.model, run.layout):
+        most = max(most, estimate_memory(run, pp).total)
         if most > limit:
             break
     return most
@@ -172,34 +165,36 @@ def suggest_changes(plan: Plan) -> list[ConfigChange]:
     """Single changes that fit and make the step faster or, if the configuration does not fit, make it fit."""
     changes = []
     hardware, efficiency = plan.hardware, plan.hardware.entry.kind.efficiency
-    for overrides, config, layout in single_key_variants(plan.config, hardware.ranks):
-        speedup = plan.step_time.seconds / predict_step(config, layout, hardware, efficiency).seconds
+    limit = MEMORY_FILL_LIMIT * hardware.memory
+    for overrides, run in single_key_variants(plan.config, hardware.ranks, hardware.entry.kind):
+        speedup = plan.step_time.seconds / predict_step(run, hardware, efficiency).seconds
         if plan.fits and speedup < MIN_SPEEDUP:
             continue
-        limit = MEMORY_FILL_LIMIT * hardware.memory
-        memory = max_rank_memory(config, layout, hardware.entry.kind, limit)
+        memory = max_rank_memory(run, limit)
         if memory <= limit:
             changes.append(ConfigChange(overrides, speedup, memory))
     return sorted(changes, key=lambda change: -change.speedup)[:MAX_SUGGESTIONS]
 
 
-def single_key_variants(config: Config, ranks: int) -> Iterator[tuple[str, Config, Layout]]:
-    """(overrides, config, layout) of each valid variant of `config` that changes one choice."""
-    for overrides in _candidate_overrides(config):
+def single_key_variants(config: Config, ranks: int, device: DeviceKind) -> Iterator[tuple[str, PlannedRun]]:
+    """Each valid variant of `config` that changes one choice, with its overrides."""
+    keys = config.model_dump(mode="json")
+    for overrides in _candidate_overrides(config.layout, config.train.micro_batch, config.recompute, config.precision):
         try:
-            variant = with_overrides(config, overrides)
+            variant = parse(keys, overrides)
             layout = Layout.from_config(variant, ranks)
         except UserError:
             continue
-        yield " ".join(overrides), variant, layout
+        yield " ".join(overrides), PlannedRun(variant, layout, device)
 
 
-def _candidate_overrides(config: Config) -> list[list[str]]:
+def _candidate_overrides(
+    layout: LayoutSection, micro_batch: int, recompute: RecomputeSection, precision: PrecisionSection
+) -> list[list[str]]:
     """Other values of keys that change speed or memory but not the result of training."""
-    layout, train, recompute = config.layout, config.train, config.recompute
-    candidates = [[f"train.micro_batch={train.micro_batch * 2}"]]
-    if train.micro_batch % 2 == 0:
-        candidates.append([f"train.micro_batch={train.micro_batch // 2}"])
+    candidates = [[f"train.micro_batch={micro_batch * 2}"]]
+    if micro_batch % 2 == 0:
+        candidates.append([f"train.micro_batch={micro_batch // 2}"])
     for kind in ("none", "attention", "full"):
         if kind != recompute.kind:
             candidates.append([f"recompute.kind={kind}", *(["recompute.modules=[]"] if recompute.modules else [])])
@@ -208,7 +203,7 @@ def _candidate_overrides(config: Config) -> list[list[str]]:
         candidates.append(["layout.sequence_parallel=true"])
     if layout.pp > 1 and not layout.pipeline_cuts and layout.pipeline_schedule == "1f1b":
         candidates.append([f"layout.vpp={layout.vpp * 2}"])
-    if config.precision.kind != "fp32" and config.precision.grad_reduce_dtype == "fp32":
+    if precision.kind != "fp32" and precision.grad_reduce_dtype == "fp32":
         candidates.append(["precision.reduce_dtype=bf16"])
     cuts = ["layout.pipeline_cuts=[]"] if layout.pipeline_cuts else []
     for name, size in (("tp", layout.tp), ("pp", layout.pp)):

@@ -22,7 +22,7 @@ from trainyard.evaluate.data_sets import ARROW_STATE_FILE, HDF5_SUFFIXES
 from trainyard.preflight.plan.compare_measured import catalog_hardware
 from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu
 from trainyard.preflight.plan.hardware.spec import Hardware, parse_hardware
-from trainyard.preflight.plan.search import search_layouts
+from trainyard.preflight.plan.search import LayoutSearch, override_values
 from trainyard.remote.location import is_url
 
 BASE = "tiny-llama"
@@ -184,12 +184,12 @@ def make_sections(data: Sections, size: str, hardware: Hardware) -> Sections:
 def _add_layout(sections: Sections, size: str, hardware: Hardware) -> None:
     sections["train"]["micro_batch"] = 1
     config = load(BASE, _overrides(sections))
-    ranking = search_layouts(config, hardware, 1)
+    ranking = LayoutSearch(config, hardware).best(1)
     if not ranking.layouts:
         raise UserError(
             f"--size {size}: does not fit {hardware.describe()}; nearest: a smaller --size, or more devices"
         )
-    for override in ranking.layouts[0].overrides(config):
+    for override in ranking.layouts[0].overrides(override_values(config)):
         key, _, value = override.partition("=")
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = yaml.safe_load(value)

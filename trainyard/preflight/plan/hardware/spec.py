@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from trainyard.config.schema import Config
+from trainyard.config.layout_schema import LayoutSection
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.devices.kind import DeviceKind
@@ -110,15 +110,14 @@ def parse_hardware(
     return hardware
 
 
-def needed_hardware(config: Config) -> str:
-    """The hardware that a file names, in the form of `parse_hardware`; this CPU if it names none of the catalog.
+def needed_hardware(hardware: str, layout: LayoutSection, lnc: int | None = None) -> str:
+    """What a file names as its `hardware`, in the form of `parse_hardware`; this CPU if that is not in the catalog.
 
     layout.ranks, if it is set, determines how many instances or devices.
     """
-    match = re.search(r"(\d+) x (\S+)", config.hardware)
-    layout = config.layout
+    match = re.search(r"(\d+) x (\S+)", hardware)
     if match and match[2] in CATALOG:
-        one = parse_hardware(f"{match[2]}:1" + (f":lnc{config.device.lnc}" if config.device.lnc else ""))
+        one = parse_hardware(f"{match[2]}:1" + (f":lnc{lnc}" if lnc else ""))
         count = -(-layout.ranks // one.ranks) if layout.ranks else int(match[1])
         return f"{match[2]}:{count}:lnc{one.lnc}"
     return f"cpu:{layout.ranks or layout.tp * layout.pp * layout.cp}"

@@ -5,69 +5,62 @@ It follows `train/optim/` and `parallel/zero1.py`, and uses the same `FlatBuffer
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 
-from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.counter_rng import CHUNK_ELEMENTS
-from trainyard.devices.kind import DeviceKind
 from trainyard.families.blueprint import layer_index
-from trainyard.parallel.flat_buffer import Bucket, FlatBuffer
-from trainyard.parallel.layout import Layout, StageSpec
+from trainyard.parallel.flat_buffer import Bucket
+from trainyard.parallel.layout import StageSpec
 from trainyard.parallel.zero1 import MAX_IN_FLIGHT
 from trainyard.preflight.plan.memory.pass_memory import RankMemory
-from trainyard.preflight.plan.rank_parameters import local_params, planned_rule, rank_flat_buffer
+from trainyard.preflight.plan.planned_run import PlannedRun
+from trainyard.preflight.plan.rank_parameters import local_params
 from trainyard.train.optim.flat_state import missing_state
-from trainyard.train.optim.update_rule import UpdateShape
 
 INIT_BYTES_PER_ELEMENT, PREVIOUS_CHUNK_BYTES_PER_ELEMENT = 32, 20
 """Bytes per element of the chunk of initial weights that core/counter_rng.py draws, and of the chunk before it."""
 
 
-@dataclass(frozen=True)
 class OptimizerMemory:
     """Weights, gradients and optimizer state of a rank."""
 
-    resident: RankMemory
-    """Bytes from the first step to the last."""
-    flat: FlatBuffer
-    zero: int
+    def __init__(self, run: PlannedRun, stages: list[StageSpec]) -> None:
+        self.run = run
+        params = local_params(run.model, run.layout.model_shard(0), stages)
+        self.flat = run.flat_buffer(params)
+        missing = set[str]().union(*(missing_state(run.rule, param.spec) for param in params.values()))
+        self.resident = self._resident(missing)
+        """Bytes from the first step to the last."""
 
-    @classmethod
-    def from_config(cls, config: Config, layout: Layout, stages: list[StageSpec]) -> "OptimizerMemory":
-        precision = config.precision
-        zero = layout.zero
+    def _resident(self, missing: set[str]) -> RankMemory:
+        """`missing` are the state buffers that the last parameters lack."""
+        precision, zero, size, shard = self.run.precision, self.run.zero, self.flat.size, self.flat.shard_size
         compute, gradient = DTYPE_BYTES[precision.compute_dtype], DTYPE_BYTES[precision.grad_accum_dtype]
         master = 2 if precision.kind == "bf16_sr" else 4
-        params = local_params(config.model, layout.model_shard(0), stages)
-        flat = rank_flat_buffer(config, params, layout)
-        size, shard = flat.size, flat.shard_size
-        rule = planned_rule(config)
-        partial = set[str]().union(*(missing_state(rule, param.spec) for param in params.values()))
-        moments = 4 * sum(flat.shard_undecayed_end if name in partial else shard for name in rule.state_names)
+        states = self.run.rule.state_names
+        moments = 4 * sum(self.flat.shard_undecayed_end if name in missing else shard for name in states)
         if zero >= 2:
-            resident = RankMemory(gradients=shard * master, optimizer=shard * master + moments)
-            return cls(resident, flat, zero)
+            return RankMemory(gradients=shard * master, optimizer=shard * master + moments)
         gradients = size * gradient + (shard * gradient if zero else 0)
         master_is_weights = not zero and master == compute
-        optimizer = moments + (0 if master_is_weights else shard * master)
-        return cls(RankMemory(size * compute, gradients, optimizer), flat, zero)
+        return RankMemory(size * compute, gradients, moments + (0 if master_is_weights else shard * master))
 
-    def gathered_weights(self, config: Config) -> tuple[int, int, int]:
+    def gathered_weights(self) -> tuple[int, int, int]:
         """Full weights under ZeRO-2 and 3, as torch's fully_shard gathers them: at the loss, in the forward pass and in
         the backward pass. Those outside the blocks, and with ZeRO-2 all, stay from forward to backward; ZeRO-3 also has
         those of a block and of the next one. The backward pass adds a block's full gradients, once in the compute dtype
         and once in the reduce dtype."""
-        if self.zero < 2:
+        zero, precision = self.run.zero, self.run.precision
+        if zero < 2:
             return 0, 0, 0
-        compute, reduce = DTYPE_BYTES[config.precision.compute_dtype], DTYPE_BYTES[config.precision.grad_reduce_dtype]
+        compute, reduce = DTYPE_BYTES[precision.compute_dtype], DTYPE_BYTES[precision.grad_reduce_dtype]
         sizes = Counter[int | None]()
         for name, span in self.flat.spans.items():
             sizes[layer_index(name)] += prod(span.shape)
         block = max(size for layer, size in sizes.items() if layer is not None)
-        at_loss = compute * (sizes.total() if self.zero == 2 else sizes[None])
-        forward = at_loss + compute * (0 if self.zero == 2 else 2 * block)
+        at_loss = compute * (sizes.total() if zero == 2 else sizes[None])
+        forward = at_loss + compute * (0 if zero == 2 else 2 * block)
         return at_loss, forward, forward + block * (compute + reduce)
 
     def initialization(self, unallocated: int) -> RankMemory:
@@ -77,32 +70,29 @@ class OptimizerMemory:
         drawn += PREVIOUS_CHUNK_BYTES_PER_ELEMENT * CHUNK_ELEMENTS * (size >= 2 * CHUNK_ELEMENTS)
         return RankMemory(buffers=drawn - unallocated)
 
-    def gradient_exchange(
-        self, config: Config, live_after_layer: list[dict[int, int]], device: DeviceKind
-    ) -> Iterator[RankMemory]:
+    def gradient_exchange(self, live_after_layer: list[dict[int, int]]) -> Iterator[RankMemory]:
         """Gradient buckets in flight during the last backward pass, and weight buckets after the update.
         `live_after_layer` has, for each stage, the bytes that are live after a layer's backward pass."""
-        precision = config.precision
+        zero, precision = self.run.zero, self.run.precision
         reduce, gradient = DTYPE_BYTES[precision.grad_reduce_dtype], DTYPE_BYTES[precision.grad_accum_dtype]
-        if self.zero >= 2 or (not self.zero and reduce == gradient):
+        if zero >= 2 or (not zero and reduce == gradient):
             return
+        by_all_reduce = self.run.device.gathers_by_all_reduce
         sizes = [bucket.padded_elements * reduce for bucket in self.flat.buckets]
         for index, bucket in enumerate(self.flat.buckets):
-            ahead = 0 if device.gathers_by_all_reduce else sum(sizes[index + 1 : index + MAX_IN_FLIGHT + 1])
+            ahead = 0 if by_all_reduce else sum(sizes[index + 1 : index + MAX_IN_FLIGHT + 1])
             live = max(stage.get(_completing_layer(bucket), 0) for stage in live_after_layer)
-            current = sizes[index] * (2 if device.gathers_by_all_reduce else 1)
+            current = sizes[index] * (2 if by_all_reduce else 1)
             current += sizes[index] // bucket.num_shards
             yield RankMemory(activations=live, buffers=ahead + current)
-        if self.zero:
+        if zero:
             gathered = [bucket.padded_elements + bucket.shard_elements for bucket in self.flat.buckets]
             compute = DTYPE_BYTES[precision.compute_dtype]
             yield RankMemory(buffers=sum(sorted(gathered, reverse=True)[:MAX_IN_FLIGHT]) * compute)
 
-    def update_workspace(self, config: Config, layout: Layout, device: DeviceKind) -> RankMemory:
+    def update_workspace(self) -> RankMemory:
         """Temporary memory of the optimizer's update."""
-        has_fused_kernels = device.fused_kernels and config.device.kernels == "fused"
-        shape = UpdateShape(layout, config.precision, self.flat, self.zero >= 2, has_fused_kernels)
-        return RankMemory(optimizer=planned_rule(config).workspace_bytes(shape))
+        return RankMemory(optimizer=self.run.rule.workspace_bytes(self.run.update_shape(self.flat)))
 
 
 def _completing_layer(bucket: Bucket) -> int:

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from trainyard.config.schema import Config
-from trainyard.devices.kind import DeviceKind
-from trainyard.models import family_of
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.preflight.plan.memory.optimizer_state import OptimizerMemory
-from trainyard.preflight.plan.memory.pass_memory import PassMemory, RankMemory, RankSizes, pass_memory
+from trainyard.preflight.plan.memory.pass_memory import PassMemory, RankMemory, pass_memory
+from trainyard.preflight.plan.planned_run import PlannedRun
 
 PipelineAction = tuple[Literal["forward", "backward", "free"], int]
 """The action, and the index of the rank's stage in the order in which a micro batch meets them."""
@@ -24,41 +22,39 @@ MAX_ROUNDS = 4
 """Rounds of micro batches after which the order repeats."""
 
 
-def estimate_memory(config: Config, layout: Layout, pp: int, device: DeviceKind) -> RankMemory:
+def estimate_memory(run: PlannedRun, pp: int) -> RankMemory:
     """The peak of a rank at pipeline position `pp`."""
-    stages = layout.stages_on(pp)
-    state = OptimizerMemory.from_config(config, layout, stages)
-    sizes = RankSizes(config, layout, device)
-    passes = [pass_memory(config, sizes, stage) for stage in stages]
-    buffers = _batch_and_receive_bytes(config, layout, sizes, stages) + device.workspace_bytes
+    stages = run.layout.stages_on(pp)
+    state = OptimizerMemory(run, stages)
+    passes = [pass_memory(run, stage) for stage in stages]
+    buffers = _batch_and_receive_bytes(run, stages) + run.device.workspace_bytes
     candidates = (
-        *_schedule_peaks(layout, config, pp, passes, state),
-        *state.gradient_exchange(config, [memory.live_after_layer for memory in passes], device),
-        state.update_workspace(config, layout, device),
+        *_schedule_peaks(run, pp, passes, state),
+        *state.gradient_exchange([memory.live_after_layer for memory in passes]),
+        state.update_workspace(),
         state.initialization(buffers),
     )
     peak = max(candidates, key=lambda candidate: candidate.total)
     allocated = state.resident + RankMemory(buffers=buffers) + peak
-    return replace(allocated, fragmentation=int(allocated.total * device.fragmentation))
+    return replace(allocated, fragmentation=int(allocated.total * run.device.fragmentation))
 
 
-def _batch_and_receive_bytes(config: Config, layout: Layout, sizes: RankSizes, stages: list[StageSpec]) -> int:
+def _batch_and_receive_bytes(run: PlannedRun, stages: list[StageSpec]) -> int:
     """The batches of a step on the device, and receive buffers: torch's pipeline schedules allocate one for each micro
     batch and neighbor."""
-    batch = layout.micro_batches * sizes.micro_batch.full_bytes(family_of(config.model))
+    layout = run.layout
+    batch = layout.micro_batches * run.micro_batch.full_bytes(run.family)
     neighbors = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
-    received = neighbors * layout.micro_batches * sizes.local_hidden_bytes
-    return batch * (2 if sizes.device.is_host else 1) + (received if layout.pp > 1 else 0)
+    received = neighbors * layout.micro_batches * run.local_hidden_bytes
+    return batch * (2 if run.device.is_host else 1) + (received if layout.pp > 1 else 0)
 
 
-def _schedule_peaks(
-    layout: Layout, config: Config, pp: int, passes: list[PassMemory], state: OptimizerMemory
-) -> Iterator[RankMemory]:
+def _schedule_peaks(run: PlannedRun, pp: int, passes: list[PassMemory], state: OptimizerMemory) -> Iterator[RankMemory]:
     """The peak of each pass in the rank's schedule, with what the other micro batches in flight have saved."""
     saved = 0
-    splits_backward = config.layout.pipeline_schedule != "1f1b" and layout.pp > 1
-    at_loss, in_forward, in_backward = state.gathered_weights(config)
-    for action, stage in schedule_actions(config.layout.pipeline_schedule, layout, pp):
+    splits_backward = run.pipeline_schedule != "1f1b" and run.layout.pp > 1
+    at_loss, in_forward, in_backward = state.gathered_weights()
+    for action, stage in schedule_actions(run.pipeline_schedule, run.layout, pp):
         memory = passes[stage]
         deferred = memory.deferred_grads if splits_backward else 0
         if action == "forward":

@@ -11,24 +11,14 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from trainyard.config.schema import Config
 from trainyard.core.user_code import is_user_path
-from trainyard.families import family_of
 from trainyard.families.family import LOSSES
 from trainyard.parallel.flat_buffer import FlatBuffer
-from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.layer_kinds import first_alike, traced_alike
-from trainyard.preflight.plan.rank_parameters import (
-    LocalParam,
-    local_params,
-    local_params_by_stage,
-    planned_rule,
-    rank_flat_buffer,
-)
+from trainyard.preflight.plan.planned_run import PlannedRun
+from trainyard.preflight.plan.rank_parameters import LocalParam, first_alike, local_params, local_params_by_stage
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS
 from trainyard.preflight.plan.trace.work_trace import trace_work
 from trainyard.train.decisions import loss_chunk_tokens
-from trainyard.train.optim.update_rule import UpdateShape
 from trainyard.train.status import StepStatus
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
@@ -70,16 +60,12 @@ MessageCounts = Counter[Message]
 class _RankMessages:
     """Collects the messages of one rank."""
 
-    def __init__(self, config: Config, layout: Layout, rank: int) -> None:
-        self.config, self.layout, self.rank, self.coords = config, layout, rank, layout.coords(rank)
+    def __init__(self, run: PlannedRun, rank: int) -> None:
+        self.run, self.layout, self.rank, self.coords = run, run.layout, rank, run.layout.coords(rank)
         self.counts = MessageCounts()
-        self.stages = layout.stages_on(self.coords["pp"])
-        self.shards = layout.dp * layout.cp
-        """Ranks that hold the same weights outside experts."""
-        self.tokens = config.train.micro_batch * config.data.seq_len // layout.cp
-        """Tokens of a micro batch on one context-parallel rank."""
-        self.compute_dtype = DTYPE_NAMES[config.precision.compute_dtype]
-        self.reduce_dtype = DTYPE_NAMES[config.precision.grad_reduce_dtype]
+        self.stages = run.layout.stages_on(self.coords["pp"])
+        self.compute_dtype = DTYPE_NAMES[run.precision.compute_dtype]
+        self.reduce_dtype = DTYPE_NAMES[run.precision.grad_reduce_dtype]
 
     def add(
         self, group: str, group_size: int, kind: str, dtype: str, elements: int, times: int = 1, peer: int | None = None
@@ -90,32 +76,31 @@ class _RankMessages:
     def data_group(self, of_experts: bool) -> tuple[str, int]:
         """Name and size of the group that holds the same values of a parameter."""
         ep = self.layout.ep if of_experts else 1
-        return "expert_dp" if ep > 1 else "dp_cp", self.shards // ep
+        return "expert_dp" if ep > 1 else "dp_cp", self.run.shards // ep
 
 
-def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) -> MessageCounts:
-    """Messages of a step of the rank at position `rank` of the layout. `logits_bytes` is the device's
-    max_logits_bytes."""
-    messages = _RankMessages(config, layout, rank)
-    _add_model(messages, logits_bytes)
+def step_messages(run: PlannedRun, rank: int) -> MessageCounts:
+    """Messages of a step of the rank at position `rank` of the layout."""
+    messages = _RankMessages(run, rank)
+    _add_model(messages)
     _add_pipeline(messages)
-    params = local_params(config.model, layout.model_shard(rank), messages.stages)
-    (_add_data_parallel if layout.zero < 2 else _add_fsdp)(messages, params)
-    loss = config.train.loss or family_of(config.model).loss
+    params = local_params(run.model, run.layout.model_shard(rank), messages.stages)
+    (_add_data_parallel if run.zero < 2 else _add_fsdp)(messages, params)
+    loss = run.train.loss or run.family.loss
     loss_terms = 0 if is_user_path(loss) else len(LOSSES.find(loss).term_names)
-    messages.add("dp_cp", messages.shards, "all_reduce", "float32", loss_terms)  # numbers of labels with a loss
-    messages.add("world", layout.world_size, "all_reduce", "float32", 2 * max(loss_terms, 1) + STATUS_VALUES)
+    messages.add("dp_cp", run.shards, "all_reduce", "float32", loss_terms)  # numbers of labels with a loss
+    messages.add("world", run.layout.world_size, "all_reduce", "float32", 2 * max(loss_terms, 1) + STATUS_VALUES)
     return messages.counts
 
 
-def _add_model(messages: _RankMessages, logits_bytes: int) -> None:
+def _add_model(messages: _RankMessages) -> None:
     """Messages of tensor and context parallelism inside the model, as a trace of a layer of each kind sends them, and
     of the loss."""
-    config, layout = messages.config, messages.layout
+    run, layout = messages.run, messages.layout
     if layout.tp == layout.cp == layout.ep == 1:
         return
-    work, alike = trace_work(config, layout), traced_alike(config)
-    parts = Counter(alike[layer] for stage in messages.stages for layer in stage.layers)
+    work = trace_work(run)
+    parts = Counter(run.alike[layer] for stage in messages.stages for layer in stage.layers)
     first, last = (any(getattr(stage, end) for stage in messages.stages) for end in ("is_first", "is_last"))
     parts.update({EMBEDDING: int(first), HEAD: int(last), LOSS: int(last)})
     for part, times in parts.items():
@@ -124,9 +109,9 @@ def _add_model(messages: _RankMessages, logits_bytes: int) -> None:
     if not last:
         return
     # The loss: for each token of a chunk of logits the maximum, then the sum and the label's logit.
-    masked = config.train.micro_batch * config.data.max_predictions
-    tokens = masked if family_of(config.model).has_masked_positions else messages.tokens
-    chunk = loss_chunk_tokens(tokens, -(-config.model.vocab // layout.tp), logits_bytes)
+    masked = run.train.micro_batch * run.data.max_predictions
+    tokens = masked if run.family.has_masked_positions else run.tokens
+    chunk = loss_chunk_tokens(tokens, -(-run.model.vocab // layout.tp), run.device.max_logits_bytes)
     for size, times in ((chunk, tokens // chunk), (tokens % chunk, 1)):
         messages.add("tp", layout.tp, "all_reduce", "float32", size, layout.micro_batches * times)
         messages.add("tp", layout.tp, "all_reduce", "float32", 2 * size, layout.micro_batches * times)
@@ -134,9 +119,8 @@ def _add_model(messages: _RankMessages, logits_bytes: int) -> None:
 
 def _add_pipeline(messages: _RankMessages) -> None:
     """Activations to the next stage and gradients to the previous one, for this rank's tokens."""
-    layout = messages.layout
-    token_shards = layout.tp if messages.config.layout.sequence_parallel else 1
-    size = messages.tokens * messages.config.model.hidden // token_shards
+    run, layout = messages.run, messages.layout
+    size = run.tokens * run.model.hidden // (layout.tp if run.sequence_parallel else 1)
     for stage in messages.stages:
         neighbors = [stage.index - 1] * (not stage.is_first) + [stage.index + 1] * (not stage.is_last)
         for peer in map(layout.stage_owner, neighbors):
@@ -146,31 +130,31 @@ def _add_pipeline(messages: _RankMessages) -> None:
 
 def _add_data_parallel(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
     """Gradients once a step and, with ZeRO-1, new weights: bucket by bucket of the flat buffer."""
-    config = messages.config
-    flat = rank_flat_buffer(config, params, messages.layout)
+    run = messages.run
+    flat = run.flat_buffer(params)
     for bucket in flat.buckets:
         group = messages.data_group(bucket.of_experts)
-        if not messages.layout.zero:
+        if not run.zero:
             size = bucket.full_range.stop - bucket.full_range.start
             messages.add(*group, "all_reduce", messages.reduce_dtype, size)
             continue
         size = bucket.padded_elements
         messages.add(*group, "reduce_scatter", messages.reduce_dtype, size)
         messages.add(*group, "all_gather", messages.compute_dtype, size)
-    _add_replicated_params(messages, params, flat, DTYPE_NAMES[config.precision.grad_accum_dtype])
+    _add_replicated_params(messages, params, flat, DTYPE_NAMES[run.precision.grad_accum_dtype])
 
 
 def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
     """For every micro batch and block: weights are gathered (with ZeRO-3 twice), gradients reduce-scattered."""
-    config, micro_batches = messages.config, messages.layout.micro_batches
+    run, micro_batches = messages.run, messages.layout.micro_batches
 
     def padded_elements(members: list[LocalParam], shards: int) -> int:
         """Elements of a group of parameters, each padded to equal shards."""
         return sum(-(-param.shape[0] // shards) * shards * prod(param.shape[1:]) for param in members)
 
-    by_stage = local_params_by_stage(config.model, messages.layout.model_shard(messages.rank))
-    alike = first_alike(config.model)
-    block_gathers = 2 if config.layout.zero == 3 else 1
+    by_stage = local_params_by_stage(run.model, run.layout.model_shard(messages.rank))
+    alike = first_alike(run.model)
+    block_gathers = 2 if run.zero == 3 else 1
     for stage in messages.stages:
         ends = by_stage["first"] * stage.is_first + by_stage["last"] * stage.is_last
         ends = by_stage["both"] * (stage.is_first or stage.is_last) + ends
@@ -184,8 +168,8 @@ def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
                 size, times = padded_elements(params_of_group, group[1]), micro_batches * count
                 messages.add(*group, "all_gather", messages.compute_dtype, size, times * gathers)
                 messages.add(*group, "reduce_scatter", messages.reduce_dtype, size, times)
-    master_dtype = "bfloat16" if config.precision.kind == "bf16_sr" else "float32"
-    _add_replicated_params(messages, params, rank_flat_buffer(config, params, messages.layout), master_dtype)
+    master_dtype = "bfloat16" if run.precision.kind == "bf16_sr" else "float32"
+    _add_replicated_params(messages, params, run.flat_buffer(params), master_dtype)
 
 
 def _add_replicated_params(
@@ -193,15 +177,15 @@ def _add_replicated_params(
 ) -> None:
     """Gradients of parameters that several tensor-parallel or pipeline ranks hold, as far as they are in this rank's
     shard, and the norms."""
-    layout, zero = messages.layout, messages.layout.zero
+    run, layout = messages.run, messages.layout
     elements = Counter[str]()
     for name, param in params.items():
-        shard = layout.data_shard(messages.rank, flat.spans[name].of_experts)[1] if zero else 0
+        shard = layout.data_shard(messages.rank, flat.spans[name].of_experts)[1] if run.zero else 0
         spec, rows, width = param.spec, len(flat.shard_row_range(name, shard)), prod(param.shape[1:])
         if spec.pipeline_stage == "both":
             elements["tied_embedding"] += rows * width
         if spec.tp_dim is None:
-            summed = spec.sums_tp_gradient(messages.config.layout.sequence_parallel)
+            summed = spec.sums_tp_gradient(run.sequence_parallel)
             elements["tp"] += rows * width * summed
             continue
         for count, replicas in _replicated_rows(param, flat.spans[name].shard_rows, rows):
@@ -212,11 +196,10 @@ def _add_replicated_params(
     tied = len(ends) if messages.coords["pp"] in ends else 1
     messages.add("tied_embedding", tied, "all_reduce", dtype, elements["tied_embedding"])
     # The norms of each parameter, then the global norm.
-    group, size = ("dp_cp_tp", layout.tp * messages.shards) if zero or layout.ep > 1 else ("tp", layout.tp)
-    rule = planned_rule(messages.config)
-    messages.add(group, size, "all_reduce", "float32", len(flat.spans), rule.norms_per_parameter)
+    group, size = ("dp_cp_tp", layout.tp * run.shards) if run.zero or layout.ep > 1 else ("tp", layout.tp)
+    messages.add(group, size, "all_reduce", "float32", len(flat.spans), run.rule.norms_per_parameter)
     messages.add("pp", layout.pp, "all_reduce", "float32", 1)
-    for message in rule.messages(UpdateShape(layout, messages.config.precision, flat, zero >= 2)):
+    for message in run.rule.messages(run.update_shape(flat)):
         groups = {"data": messages.data_group(message.of_experts), "tp": ("tp", layout.tp), "ep": ("ep", layout.ep)}
         messages.add(*groups[message.group], message.kind, messages.compute_dtype, message.elements)
 

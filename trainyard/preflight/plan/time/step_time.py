@@ -13,19 +13,17 @@ from functools import cache
 from math import log2, prod
 from typing import NamedTuple
 
-from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.splits import ModelShard
 from trainyard.devices.kind import Efficiency
 from trainyard.families.blueprint import Blueprint
-from trainyard.models import ModelConfig, blueprint_of, family_of
+from trainyard.models import ModelConfig, blueprint_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware
-from trainyard.preflight.plan.layer_kinds import first_alike, traced_alike
-from trainyard.preflight.plan.rank_parameters import local_params_by_stage, planned_rule
+from trainyard.preflight.plan.planned_run import PlannedRun
+from trainyard.preflight.plan.rank_parameters import first_alike, local_params_by_stage
 from trainyard.preflight.plan.time.comm_volume import GROUP_AXES, Message, step_messages
 from trainyard.preflight.plan.trace.work_trace import trace_work
-from trainyard.train.decisions import packs_batches
 
 UPDATE_BYTES_PER_WEIGHT = 30
 """Bytes that AdamW moves for each weight; LAMB moves twice as many."""
@@ -75,21 +73,21 @@ class StepTime:
         return sum(self.components[name] for name in ("matmul", "attention", "memory", "tp", "cp", "ep", "pp"))
 
 
-def predict_step(config: Config, layout: Layout, hardware: Hardware, efficiency: Efficiency) -> StepTime:
-    distinct = distinct_pipeline_ranks(config, layout)
-    times = [_pipeline_rank_time(config, layout, pp, hardware, efficiency) for pp in distinct]
+def predict_step(run: PlannedRun, hardware: Hardware, efficiency: Efficiency) -> StepTime:
+    layout, distinct = run.layout, distinct_pipeline_ranks(run.model, run.layout)
+    times = [_pipeline_rank_time(run, pp, hardware, efficiency) for pp in distinct]
     slowest = max(times, key=lambda time: time.micro_batch_seconds)
     # While the first micro batch travels down to the slowest rank and the last gradient travels up from it, that rank
     # waits for all others, one micro batch each.
     ranks = zip(times, distinct.values(), strict=True)
     others = sum(time.micro_batch_seconds * len(alike) for time, alike in ranks) - slowest.micro_batch_seconds
-    bubble = others / layout.micro_batches / layout.vpp * SCHEDULE_BUBBLE[config.layout.pipeline_schedule]
+    bubble = others / layout.micro_batches / layout.vpp * SCHEDULE_BUBBLE[run.pipeline_schedule]
     return replace(slowest, components=slowest.components | {"bubble": bubble})
 
 
-def distinct_pipeline_ranks(config: Config, layout: Layout) -> dict[int, list[int]]:
+def distinct_pipeline_ranks(model: ModelConfig, layout: Layout) -> dict[int, list[int]]:
     """One pipeline rank of each kind, with all ranks that have the same work."""
-    alike = first_alike(config.model)
+    alike = first_alike(model)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for pp in range(layout.pp):
         work = (
@@ -99,17 +97,14 @@ def distinct_pipeline_ranks(config: Config, layout: Layout) -> dict[int, list[in
     return {ranks[0]: ranks for ranks in kinds.values()}
 
 
-def traffic_by_axis(
-    config: Config, layout: Layout, pp: int, hardware: Hardware
-) -> dict[str, tuple[int, int, IdealTime]]:
+def traffic_by_axis(run: PlannedRun, pp: int, hardware: Hardware) -> dict[str, tuple[int, int, IdealTime]]:
     """(messages, bytes, time at peak rates) by axis, of the first rank at pipeline position `pp`."""
     traffic: dict[str, tuple[int, int, IdealTime]] = {}
-    first_rank = pp * layout.dp * layout.cp * layout.tp
-    messages = step_messages(config, layout, first_rank, hardware.entry.kind.max_logits_bytes)
-    for message, times in messages.items():
+    first_rank = pp * run.layout.dp * run.layout.cp * run.layout.tp
+    for message, times in step_messages(run, first_rank).items():
         axis = GROUP_AXES[message.group]
         count, size, ideal = traffic.get(axis, (0, 0, IdealTime()))
-        ideal = ideal.plus(message_time(message, layout, hardware), times)
+        ideal = ideal.plus(message_time(message, run.layout, hardware), times)
         traffic[axis] = count + times, size + times * message.nbytes, ideal
     return traffic
 
@@ -140,25 +135,23 @@ def message_time(message: Message, layout: Layout, hardware: Hardware) -> IdealT
     )
 
 
-def _pipeline_rank_time(
-    config: Config, layout: Layout, pp: int, hardware: Hardware, efficiency: Efficiency
-) -> StepTime:
+def _pipeline_rank_time(run: PlannedRun, pp: int, hardware: Hardware, efficiency: Efficiency) -> StepTime:
     """The step of one pipeline rank, without its bubble."""
-    ideal = micro_batch_time(config, layout, pp, hardware)
-    count = layout.micro_batches
+    ideal = micro_batch_time(run, pp, hardware)
+    count = run.layout.micro_batches
     names = ("matmul", "attention", "memory")
     compute = {name: count * getattr(ideal, name) / getattr(efficiency, name) for name in names}
-    traffic = traffic_by_axis(config, layout, pp, hardware)
+    traffic = traffic_by_axis(run, pp, hardware)
     axes = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "all"), 0.0)
     axes |= {axis: ideal.at_efficiency(efficiency) for axis, (_, _, ideal) in traffic.items()}
     # A ring sends keys and values while a block of attention is computed.
-    hidden_cp = min(axes["cp"], compute["attention"]) if config.layout.cp_method == "ring" else 0.0
-    weights = local_weight_count(config, layout, pp, bool(config.layout.zero))
-    update_bytes = planned_rule(config).passes * UPDATE_BYTES_PER_WEIGHT * weights
+    hidden_cp = min(axes["cp"], compute["attention"]) if run.cp_method == "ring" else 0.0
+    weights = local_weight_count(run.model, run.layout, pp, bool(run.zero))
+    update_bytes = run.rule.passes * UPDATE_BYTES_PER_WEIGHT * weights
     update = update_bytes / hardware.memory_bandwidth / efficiency.memory
     # Gradients are reduced during the last backward pass and weights gathered during the next forward pass; with ZeRO-2
     # and 3 in every micro batch. The published Trainium runs did not overlap them.
-    can_hide_dp = sum(compute.values()) / (1 if config.layout.zero >= 2 else count)
+    can_hide_dp = sum(compute.values()) / (1 if run.zero >= 2 else count)
     hidden_dp = min(axes["dp"], can_hide_dp) if hardware.entry.kind.overlaps_gradients else 0.0
     exposed = {"tp": axes["tp"], "cp": axes["cp"] - hidden_cp, "ep": axes["ep"], "pp": axes["pp"]}
     per_step = {"bubble": 0.0, "dp": axes["dp"] - hidden_dp, "update": update, "all": axes["all"]}
@@ -170,12 +163,12 @@ def _blueprint(model: ModelConfig) -> Blueprint:
     return blueprint_of(model)
 
 
-def local_weight_count(config: Config, layout: Layout, pp: int, sharded: bool = False) -> int:
+def local_weight_count(model: ModelConfig, layout: Layout, pp: int, sharded: bool = False) -> int:
     """Weights of a rank, or of its ZeRO shard."""
     shards = layout.dp * layout.cp if sharded else 1
     expert_shards = shards // layout.ep if sharded else 1
-    sizes = _weights_by_stage(config.model, layout.model_shard(0), shards, expert_shards)
-    stages, alike = layout.stages_on(pp), first_alike(config.model)
+    sizes = _weights_by_stage(model, layout.model_shard(0), shards, expert_shards)
+    stages, alike = layout.stages_on(pp), first_alike(model)
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     ends = sizes["first"] * first + sizes["last"] * last + sizes["both"] * (first or last)
     return ends + sum(sizes[alike[layer]] for stage in stages for layer in stage.layers)
@@ -193,34 +186,32 @@ def _weights_by_stage(
     }
 
 
-def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware) -> IdealTime:
+def micro_batch_time(run: PlannedRun, pp: int, hardware: Hardware) -> IdealTime:
     """Forward and backward pass of one micro batch on one rank."""
-    stages, alike = layout.stages_on(pp), traced_alike(config)
-    layers = Counter(alike[layer] for stage in stages for layer in stage.layers)
+    stages, precision = run.layout.stages_on(pp), run.precision
+    layers = Counter(run.alike[layer] for stage in stages for layer in stage.layers)
     total = IdealTime()
     for layer, count in layers.items():
-        total = total.plus(layer_time(config, layout, hardware, layer), count)
+        total = total.plus(layer_time(run, hardware, layer), count)
     if any(stage.is_last for stage in stages):
-        total = total.plus(_head_time(config, layout, hardware))
+        total = total.plus(_head_time(run, hardware))
     if not hardware.entry.kind.gpu_operators:
         # Without fused wgrad accumulation gradients are added in a pass over memory.
-        gradient = DTYPE_BYTES[config.precision.grad_accum_dtype]
-        compute = DTYPE_BYTES[config.precision.compute_dtype]
-        moved = local_weight_count(config, layout, pp) * (2 * gradient + compute)
+        gradient, compute = DTYPE_BYTES[precision.grad_accum_dtype], DTYPE_BYTES[precision.compute_dtype]
+        moved = local_weight_count(run.model, run.layout, pp) * (2 * gradient + compute)
         total = total.plus(IdealTime(memory=moved / hardware.memory_bandwidth))
     return total
 
 
-def layer_time(config: Config, layout: Layout, hardware: Hardware, layer: int) -> IdealTime:
+def layer_time(run: PlannedRun, hardware: Hardware, layer: int) -> IdealTime:
     """One transformer block, from its trace: matrix multiplications, attention, and all other passes over memory.
     `layer` is the first of its kind."""
-    work, fused = trace_work(config, layout)[layer], hardware.entry.kind.fused_attention
-    share = _token_share(config, layout, hardware)
-    kind = "fp32" if config.precision.kind == "fp32" else "bf16"
+    work, fused, share = trace_work(run)[layer], hardware.entry.kind.fused_attention, _token_share(run)
+    kind = "fp32" if run.precision.kind == "fp32" else "bf16"
     backward_factor = 2.5 if fused else 2.0  # kernels that do not save scores recompute them
-    score_passes = 0 if fused else family_of(config.model).score_passes
-    seq_len = config.data.seq_len
-    causal_share = min(0.5, family_of(config.model).visible_keys(config.model, layer, seq_len) / seq_len)
+    score_passes = 0 if fused else run.family.score_passes
+    seq_len = run.data.seq_len
+    causal_share = min(0.5, run.family.visible_keys(run.model, layer, seq_len) / seq_len)
     attention, moved = 0.0, share * work.moved_bytes
     for (call, backward), times in work.attention.items():
         visible = causal_share if call.causal and fused else 1.0
@@ -232,15 +223,15 @@ def layer_time(config: Config, layout: Layout, hardware: Hardware, layer: int) -
     return IdealTime(share * matmul, attention / hardware.peak_flops(kind), moved / hardware.memory_bandwidth)
 
 
-def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
+def _head_time(run: PlannedRun, hardware: Hardware) -> IdealTime:
     """The output head and its loss. The embedding, a look-up, is not counted."""
-    model, tp = config.model, layout.tp
+    model, tp, samples = run.model, run.layout.tp, run.train.micro_batch
     local_vocab = -(-model.vocab // tp)
-    masked = config.train.micro_batch * config.data.max_predictions
+    masked = samples * run.data.max_predictions
     rows: dict[str, float] = {
-        "tokens": config.train.micro_batch * config.data.seq_len / layout.cp * _token_share(config, layout, hardware),
+        "tokens": samples * run.data.seq_len / run.layout.cp * _token_share(run),
         "masked": masked,
-        "first": config.train.micro_batch,
+        "first": samples,
         "nothing": 0,
     }
     blueprint = _blueprint(model)
@@ -251,15 +242,14 @@ def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
     )
     if blueprint.tied_head:
         forward += 2 * local_vocab * model.hidden * rows[blueprint.tied_head[2]]
-    logits = local_vocab * (masked if family_of(model).has_masked_positions else rows["tokens"])
-    kind = "fp32" if config.precision.kind == "fp32" else "bf16"
+    logits = local_vocab * (masked if run.family.has_masked_positions else rows["tokens"])
+    kind = "fp32" if run.precision.kind == "fp32" else "bf16"
     return IdealTime(
         matmul=3 * forward / hardware.peak_flops(kind),
         memory=LOSS_BYTES_PER_LOGIT * logits / hardware.memory_bandwidth,
     )
 
 
-def _token_share(config: Config, layout: Layout, hardware: Hardware) -> float:
+def _token_share(run: PlannedRun) -> float:
     """Share of the tokens that are computed."""
-    fused = hardware.entry.kind.fused_kernels and config.device.kernels == "fused"
-    return NON_PADDING_SHARE if packs_batches(config.model, layout, fused) else 1.0
+    return NON_PADDING_SHARE if run.packed_batch else 1.0

@@ -3,11 +3,11 @@
 Collectives return shapes and report what they would send; operators are those that a kind of device would run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainyard import compat, models
-from trainyard.config.schema import Config, PrecisionSection, RecomputeSection
+from trainyard.config.schema import PrecisionSection, RecomputeSection
 from trainyard.core.batch import Batch
 from trainyard.devices.kind import DeviceKind
 from trainyard.kernels.fp8_linear import Fp8Options
@@ -26,7 +26,7 @@ from trainyard.models.rank_model import FactoryClass
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.expert_parallel import ExpertAxis
-from trainyard.parallel.layout import Layout, StageSpec
+from trainyard.parallel.layout import StageSpec
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.ring_attention import CpMethod
@@ -34,7 +34,6 @@ from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.preflight.plan.trace.eager_checkpoint import eager_checkpoint
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS, PartRecorder
 from trainyard.train.cross_entropy import make_head_loss
-from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.loss import make_loss
 from trainyard.train.micro_batches.split import TOKEN_FIELDS
 from trainyard.train.optim.flat_state import DTYPES
@@ -60,12 +59,6 @@ class MicroBatchShape:
     predictions: int
     """Masked positions of a sample, for families that have them."""
     document_ids: bool
-
-    @classmethod
-    def from_config(cls, config: Config, layout: Layout, packed_tokens: int | None = None) -> Self:
-        document_ids = config.data.document_mask and not family_of(config.model).has_padding
-        samples, seq_len = config.train.micro_batch, config.data.seq_len // layout.cp
-        return cls(samples, seq_len, packed_tokens, config.data.max_predictions, document_ids)
 
     def field_shapes(self, family: Family, packed: bool) -> dict[str, tuple[int, ...]]:
         """Shapes of the fields that samples have, with or without their padding."""
@@ -196,26 +189,6 @@ class TracedStage:
     fused_wgrad: bool
     is_first: bool
     is_last: bool
-
-    @classmethod
-    def from_config(
-        cls,
-        config: Config,
-        layout: Layout,
-        micro_batch: MicroBatchShape,
-        device: DeviceKind,
-        layers: Sequence[int],
-        fused: tuple[bool, bool],
-        ends: tuple[bool, bool] = (True, True),
-    ) -> Self:
-        """`fused` says whether kernels and weight gradients are; `ends`, whether the stage is the first and the last
-        one."""
-        sequence_parallel = config.layout.sequence_parallel and layout.tp > 1
-        fp8_layers = fp8_layer_range(config.precision, config.model.layers)
-        return cls(
-            config.model, tuple(layers), micro_batch, layout.tp, layout.cp, layout.ep, config.layout.cp_method,
-            sequence_parallel, config.recompute, config.precision, fp8_layers, device, *fused, *ends,
-        )  # fmt: skip
 
 
 class StageRun:

@@ -5,25 +5,22 @@ Memory traffic is that of fused kernels, the least that must be moved, whatever 
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainyard.config.schema import Config
 from trainyard.devices.kind import DeviceKind
 from trainyard.kernels.custom_op import PARTIAL_SUM_OPS
 from trainyard.models.layers import CoreAttention
 from trainyard.models.module_factory import ModuleFactory
-from trainyard.parallel.layout import Layout
 from trainyard.parallel.ring_attention import CpMethod, attention_messages
 from trainyard.preflight.dryrun.meta_ops import tensors_in
-from trainyard.preflight.plan.layer_kinds import traced_alike
+from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.trace.part_recorder import PartRecorder
-from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, StageRun, TracedStage
-from trainyard.train.decisions import fp8_layer_range
+from trainyard.preflight.plan.trace.stage_run import StageRun, TracedStage
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
@@ -148,19 +145,19 @@ class PartWork:
     messages: Counter[MessageKey] = field(default_factory=Counter)
 
 
-def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
+def trace_work(run: PlannedRun) -> dict[int, PartWork]:
     """Work by part of a model with the first layer of each kind."""
-    micro_batch = MicroBatchShape.from_config(config, layout)
-    fused = (True, False)
-    stage = TracedStage.from_config(config, layout, micro_batch, TRACED_DEVICE, _traced_layers(config), fused)
-    return _trace_stage_work(stage)
+    # Padding counts as work here: `layer_time` takes its share off where a run removes it.
+    unpacked = replace(run.micro_batch, packed_tokens=None)
+    stage = run.traced_stage(_traced_layers(run.alike, run.fp8_layers))
+    fused = replace(stage, micro_batch=unpacked, device=TRACED_DEVICE, fused_kernels=True, fused_wgrad=False)
+    return _trace_stage_work(fused)
 
 
-def _traced_layers(config: Config) -> tuple[int, ...]:
+def _traced_layers(alike: tuple[int, ...], fp8_layers: range) -> tuple[int, ...]:
     """The first layer of each kind. Those in fp8 follow another one: the first block also adds the gradients of a
     tensor that it takes twice (BERT)."""
-    fp8_layers, last = fp8_layer_range(config.precision, config.model.layers), config.model.layers - 1
-    layers = sorted(set(traced_alike(config)), key=lambda layer: (layer in fp8_layers, layer))
+    last, layers = len(alike) - 1, sorted(set(alike), key=lambda layer: (layer in fp8_layers, layer))
     return (last, *layers) if layers[0] in fp8_layers and last not in layers else tuple(layers)
 
 

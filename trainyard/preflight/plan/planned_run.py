@@ -1,0 +1,81 @@
+"""The run that a plan predicts: what memory, messages and time follow from, on one layout and one kind of device."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from trainyard.config.optimizer_schema import OptimizerSection
+from trainyard.config.schema import Config
+from trainyard.core.constants import DTYPE_BYTES
+from trainyard.core.user_code import is_user_path
+from trainyard.devices.kind import DeviceKind
+from trainyard.models import family_of
+from trainyard.parallel.flat_buffer import FlatBuffer
+from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.rank_parameters import LocalParam, first_alike
+from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, TracedStage
+from trainyard.train.decisions import fp8_layer_range, fuses_wgrad, packs_batches
+from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE
+from trainyard.train.optim.flat_state import make_flat_buffer
+from trainyard.train.optim.load_rule import load_update_rule
+from trainyard.train.optim.update_rule import UpdateRule, UpdateShape
+
+
+class PlannedRun:
+    """Sizes and decisions that all parts of a plan share. A run makes the decisions by the same functions."""
+
+    def __init__(self, config: Config, layout: Layout, device: DeviceKind) -> None:
+        self.layout, self.device, self.model = layout, device, config.model
+        self.train, self.data, self.precision = config.train, config.data, config.precision
+        self.recompute = config.recompute
+        self.family, self.rule = family_of(config.model), _planned_rule(config.optimizer)
+        self.shards = layout.dp * layout.cp
+        """Ranks that hold the same weights outside experts."""
+        self.zero, self.cp_method, self.pipeline_schedule = layout.zero, layout.cp_method, layout.pipeline_schedule
+        self.sequence_parallel = layout.sequence_parallel and layout.tp > 1
+        self.fp8_layers = fp8_layer_range(config.precision, config.model.layers)
+        self.alike = first_alike(config.model, self.fp8_layers)
+        """For each layer the first one that computes alike, under the precision of the run."""
+        self.fused_kernels = device.fused_kernels and config.device.kernels == "fused"
+        """Triton kernels are used."""
+        self.fused_wgrad = fuses_wgrad(layout, config.precision, self.fused_kernels, config.compile.enabled)
+        self.packed_batch = packs_batches(config.model, layout, self.fused_kernels)
+        """Padding is removed from samples."""
+        samples, seq_len = config.train.micro_batch, config.data.seq_len // layout.cp
+        self.tokens = samples * seq_len
+        """Tokens of a micro batch on one context-parallel rank, with padding."""
+        tokens = self.tokens
+        if self.packed_batch and config.data.source == "synthetic":
+            # The data decide how much padding there is: synthetic samples are half to all full, less 3 special tokens.
+            room = seq_len - 3
+            mean = 3 + (room // 2 + room) / 2
+            tokens = ceil(samples * mean / PACKED_LENGTH_MULTIPLE) * PACKED_LENGTH_MULTIPLE
+        document_ids = config.data.document_mask and not self.family.has_padding
+        packed_tokens = tokens if self.packed_batch else None
+        self.micro_batch = MicroBatchShape(samples, seq_len, packed_tokens, config.data.max_predictions, document_ids)
+        local_tokens = tokens // (layout.tp if self.sequence_parallel else 1)
+        self.local_hidden_bytes = local_tokens * config.model.hidden * DTYPE_BYTES[config.precision.compute_dtype]
+        """Bytes of the activations between attention and MLP."""
+
+    def traced_stage(self, layers: Sequence[int], is_first: bool = True, is_last: bool = True) -> TracedStage:
+        """A stage with these layers."""
+        layout = self.layout
+        return TracedStage(
+            self.model, tuple(layers), self.micro_batch, layout.tp, layout.cp, layout.ep, self.cp_method,
+            self.sequence_parallel, self.recompute, self.precision, self.fp8_layers, self.device, self.fused_kernels,
+            self.fused_wgrad, is_first, is_last,
+        )  # fmt: skip
+
+    def flat_buffer(self, params: dict[str, LocalParam]) -> FlatBuffer:
+        """The flat buffer that the run lays out for `params`, which `local_params` returned."""
+        shapes = {name: param.shape for name, param in params.items()}
+        specs = {name: param.spec for name, param in params.items()}
+        return make_flat_buffer(shapes, specs, self.layout, self.precision, self.rule)
+
+    def update_shape(self, flat: FlatBuffer) -> UpdateShape:
+        return UpdateShape(self.layout, self.precision, flat, self.zero >= 2, self.fused_kernels)
+
+
+def _planned_rule(optimizer: OptimizerSection) -> UpdateRule:
+    """The update rule that a plan counts: AdamW in the place of the user's, whose code a plan does not import."""
+    user_rule = is_user_path(optimizer.kind)
+    return load_update_rule(optimizer.model_copy(update={"kind": "adamw"}) if user_rule else optimizer)
