@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from trainyard.train.callbacks import Callback, TrainerView
 
 from trainyard import Trainer
 from trainyard.config.load import parse
@@ -39,6 +38,7 @@ from trainyard.launch.launcher import reserved_port
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.memory.peak import estimate_memory
 from trainyard.preflight.plan.planned_run import PlannedRun
+from trainyard.run.callbacks import Callback, TrainerView
 
 LLAMA: dict[str, Any] = {
     "model": {

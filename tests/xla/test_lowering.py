@@ -4,7 +4,6 @@ predicts."""
 from collections import Counter
 
 import pytest
-from trainyard.preflight.plan.memory.device_kinds import DeviceKind
 
 from tests.xla.conftest import RunIsolated
 from tests.xla.lowering import VARIABLES, CollectiveOp, LoweredGraph, lower
@@ -66,7 +65,7 @@ def micro_batch(rank: int) -> MessageCounts:
     def step(micro_batches: int) -> MessageCounts:
         config = with_micro_batches(micro_batches)
         layout = Layout.from_config(config, 8 * STAGE_RANKS)
-        return step_messages(PlannedRun(config, layout, DeviceKind(XlaDevice.max_logits_bytes)), rank)
+        return step_messages(PlannedRun(config, layout, XlaDevice.kind), rank)
 
     return Counter(step(9)) - Counter(step(8))
 

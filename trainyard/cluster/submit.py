@@ -15,7 +15,7 @@ from trainyard.cluster import slurm
 from trainyard.cluster.batch_script import BatchOptions, render_script
 from trainyard.cluster.jobs import LOG_DIRECTORY, JobRecord, job_log, job_state
 from trainyard.config.load import dump
-from trainyard.config.schema import Config
+from trainyard.config.schema import Config, LogSection
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 from trainyard.devices.neuron.topology import INSTANCES
@@ -49,6 +49,9 @@ class Submission:
     """Compile in a job of its own first, so that the nodes of the run do not wait for the compiler."""
     layouts: "Mapping[int, NodeLayout]" = field(default_factory=dict)
     """Of an elastic job: the layout for each number of nodes."""
+
+    def open_run(self) -> RunDirectory:
+        return open_run(self.config.log, self.config.checkpoint.resume)
 
     def precompile_options(self) -> list[list[str]]:
         """The number of ranks and the overrides of every layout that the job may train with."""
@@ -100,16 +103,14 @@ def parse_time(text: str) -> int | None:
     return -(-(((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) // 60) * 60
 
 
-def ranks_per_node(config: Config, nodes: int, gpus_per_node: int | None) -> int:
-    """The number of ranks to start on each node if the user does not say."""
-    if gpus_per_node:
-        return gpus_per_node
-    if config.layout.ranks and config.layout.ranks % nodes == 0:
-        return config.layout.ranks // nodes
-    if instance := re.search(r"trn\d\.\w+", config.hardware):
-        counts = [ranks for ranks, name in INSTANCES.items() if name == instance[0]]
+def ranks_per_node(nodes: int, ranks: int | None, hardware: str, lnc: int | None) -> int:
+    """The number of ranks to start on each node if the user does not say, from what the file says."""
+    if ranks and ranks % nodes == 0:
+        return ranks // nodes
+    if instance := re.search(r"trn\d\.\w+", hardware):
+        counts = [count for count, name in INSTANCES.items() if name == instance[0]]
         if counts:
-            return counts[-1] if config.device.lnc == 1 else counts[0]
+            return counts[-1] if lnc == 1 else counts[0]
     raise UserError("--nproc: how many ranks on each node? Give their number, usually that of the devices")
 
 
@@ -150,38 +151,32 @@ def supervise_command(submission: Submission, directory: Path) -> list[str]:
     return ["supervise", str(directory), *options, *(container.options() if container else [])]
 
 
-def existing_run(config: Config) -> Path | None:
-    """With checkpoint.resume=auto: the directory of the latest run of this name, which the job continues."""
-    if config.checkpoint.resume != "auto":
-        return None
-    directories = find_run_directories(Path(config.log.directory).expanduser().absolute(), config.log.name)
-    return directories[0] if directories else None
-
-
-def open_run(config: Config) -> RunDirectory:
-    """The locked directory of the run to continue, or of a new run."""
-    parent = Path(config.log.directory).expanduser().absolute()
-    if path := existing_run(config):
+def open_run(log: LogSection, resume: str) -> RunDirectory:
+    """The locked directory of a run: with checkpoint.resume=auto of the latest one of this name, which the job
+    continues; otherwise, or if there is none, of a new one."""
+    parent = Path(log.directory).expanduser().absolute()
+    if resume == "auto" and (directories := find_run_directories(parent, log.name)):
+        path = directories[0]
         check_no_job(path)  # before the lock, which the ranks of a running job have
-        run = RunDirectory.open(path, config.log.name)
+        run = RunDirectory.open(path, log.name)
         try:
             check_no_job(path)  # with the lock: another submit of the run may have just made one
         except BaseException:
             run.close()
             raise
         return run
-    run = RunDirectory.create(parent, config.log.name)
-    if config.checkpoint.resume == "auto" and find_run_directories(parent, config.log.name)[-1] != run.path:
+    run = RunDirectory.create(parent, log.name)
+    if resume == "auto" and find_run_directories(parent, log.name)[-1] != run.path:
         run.close()  # another submit of the run has created its directory meanwhile
         shutil.rmtree(run.path)
-        return open_run(config)
+        return open_run(log, resume)
     return run
 
 
 def submit_to_slurm(submission: Submission) -> SubmittedRun:
     """Write the scripts of a run into its directory and submit them."""
     check_options(submission)
-    with open_run(submission.config) as run:
+    with submission.open_run() as run:
         _write_run(submission, run.path)
         precompile_id = None
         dependency: list[str] = []
@@ -209,7 +204,7 @@ def submit_locally(submission: Submission) -> SubmittedRun:
     options = submission.options
     if options.modules or options.setup or (options.container and options.container.runtime == "pyxis"):
         raise UserError("--module, --setup and Pyxis: need a job of Slurm, which this machine does not have")
-    with open_run(submission.config) as run:
+    with submission.open_run() as run:
         _write_run(submission, run.path)
         command = [sys.executable, "-m", "trainyard", *supervise_command(submission, run.path), "--local"]
         log_path = run.path / LOG_DIRECTORY / "local.log"

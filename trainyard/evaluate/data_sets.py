@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainyard.config.schema import Config
+from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.formats.documents import match_paths
@@ -24,7 +24,7 @@ from trainyard.data.loading.text_stream import check_vocab_size, encode_document
 from trainyard.data.loading.token_samples import TokenSamples, TokenStream, token_stream
 from trainyard.data.samples import Sample
 from trainyard.data.text.tokenizer import Tokenizer
-from trainyard.families import family_of
+from trainyard.families import ModelConfig, family_of
 
 HDF5_SUFFIXES = (".hdf5", ".h5")
 ARROW_STATE_FILE = "state.json"
@@ -76,7 +76,8 @@ class TokenWindows(TokenSamples):
 class DataOptions:
     """How the data arguments of one evaluation are read."""
 
-    config: Config
+    model: ModelConfig
+    data: DataSection
     tokenizer: Tokenizer | None
     stride: int | None = None
     """Tokens between the starts of windows. Default: seq_len, windows without overlap."""
@@ -96,13 +97,13 @@ def open_data(name: str, arguments: Sequence[str], options: DataOptions) -> Eval
         if not matches and not are_tokens[-1]:
             raise UserError(f"{argument}: no such file; DATA is text, token files, packed rows or HDF5")
         paths += matches
-    if not family_of(options.config.model).is_causal:
+    if not family_of(options.model).is_causal:
         return _open_sentence_pairs(name, paths, options)
     if all(are_tokens):
         token_files = map(MegatronTokens, token_prefixes(arguments))
         return _windows(name, [token_stream(files, range(len(files))) for files in token_files], options)
     if any(path.suffix in HDF5_SUFFIXES for path in paths):
-        raise UserError(f"{name}: masked sentence pairs, but {options.config.model.family} is a causal model")
+        raise UserError(f"{name}: masked sentence pairs, but {options.model.family} is a causal model")
     if all((path / ARROW_STATE_FILE).is_file() for path in paths) and not _has_column(paths[0], options.text_key):
         return _open_packed_rows(name, paths, options)
     return _open_text(name, paths, options)
@@ -111,16 +112,16 @@ def open_data(name: str, arguments: Sequence[str], options: DataOptions) -> Eval
 def _open_text(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
     if options.tokenizer is None:
         raise UserError(f"{name}: the checkpoint has no tokenizer for text; pass --tokenizer")
-    check_vocab_size(options.tokenizer, options.config.model.vocab)
+    check_vocab_size(options.tokenizer, options.model.vocab)
     stream = encode_documents(text_blocks(paths, options.text_key), options.tokenizer, name)
     return _windows(name, [stream], options)
 
 
 def _windows(name: str, streams: list[TokenStream], options: DataOptions) -> EvaluationData:
-    data, stride = options.config.data, options.stride
+    data, stride = options.data, options.stride
     if stride and not 1 <= stride <= data.seq_len:
         raise UserError(f"--stride {stride}: must be 1 to data.seq_len={data.seq_len}; nearest: {data.seq_len}")
-    shape = (data.seq_len, options.config.model.vocab, data.document_mask, data.mask_eod_loss, stride)
+    shape = (data.seq_len, options.model.vocab, data.document_mask, data.mask_eod_loss, stride)
     windows: list[Dataset] = [TokenWindows(stream, *shape) for stream in streams]
     if not sum(map(len, windows)):
         raise UserError(f"{name}: has no token to predict: fewer than two tokens")
@@ -131,11 +132,11 @@ def _windows(name: str, streams: list[TokenStream], options: DataOptions) -> Eva
 def _open_packed_rows(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
     from trainyard.data.formats.arrow_dataset import ArrowDataset, row_length
 
-    data = options.config.data
+    data = options.data
     if options.stride:
         raise UserError(f"--stride {options.stride}: {name} has packed rows, which cannot overlap")
     seq_len = data.seq_len if options.seq_len_is_given else row_length(paths[0])
-    rows = ArrowDataset(paths, seq_len, data.document_mask, options.config.model.vocab)
+    rows = ArrowDataset(paths, seq_len, data.document_mask, options.model.vocab)
 
     def count_bytes(tokenizer: Tokenizer) -> int:
         labels = (rows.samples(np.array([index]))["labels"][0] for index in range(len(rows)))
@@ -156,8 +157,8 @@ def _open_sentence_pairs(name: str, paths: list[Path], options: DataOptions) -> 
     shapes = [read_shape(file) for file in files]
     seq_len, max_predictions = shapes[0].seq_len, max(shape.max_predictions for shape in shapes)
     pairs = BertHdf5Dataset(files, seq_len, max_predictions)
-    if pairs.vocab_size > options.config.model.vocab:
-        raise UserError(f"{name}: has token {pairs.vocab_size - 1}, but model.vocab={options.config.model.vocab}")
+    if pairs.vocab_size > options.model.vocab:
+        raise UserError(f"{name}: has token {pairs.vocab_size - 1}, but model.vocab={options.model.vocab}")
     return EvaluationData(name, pairs, seq_len, max_predictions)
 
 

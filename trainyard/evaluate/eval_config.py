@@ -90,13 +90,6 @@ def config_of_run(weights: WeightSource) -> Config | None:
     return weights.config if isinstance(weights, Checkpoint) else None
 
 
-def with_sample_shape(config: Config, seq_len: int, max_predictions: int | None = None) -> Config:
-    """The same evaluation on samples of another shape."""
-    data = config.model_dump(mode="json")
-    data["data"] |= {"seq_len": seq_len} | ({"max_predictions": max_predictions} if max_predictions else {})
-    return parse(data)
-
-
 def default_seq_len(weights: WeightSource) -> int:
     if run := config_of_run(weights):
         return run.data.seq_len

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainyard import models
 from trainyard.checkpoint.weights import WeightSource, local_values
+from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch
 from trainyard.core.world import World
@@ -20,7 +21,6 @@ from trainyard.data.loading.loader import BatchLoader
 from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 from trainyard.evaluate.data_sets import DataOptions, EvaluationData, open_data
-from trainyard.evaluate.eval_config import with_sample_shape
 from trainyard.formats.registry import OpenedCheckpoint, read_model_files
 from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids
 from trainyard.parallel.layout import Layout
@@ -68,7 +68,7 @@ def evaluate_data(
         loaded = load_model_tokenizer(files, config.data.end_of_text)
         if loaded and loaded.end_id is None and (end_ids := model_end_ids(files, weights.model)):
             loaded.end_id, loaded.special_ids = end_ids[0], loaded.special_ids | {end_ids[0]}
-    options = DataOptions(config, loaded, stride, text_key, seq_len_is_given)
+    options = DataOptions(config.model, config.data, loaded, stride, text_key, seq_len_is_given)
     sets = data if isinstance(data, Mapping) else {argument: [argument] for argument in data}
     # A wrong path is reported before weights are read.
     opened = [open_data(name, arguments, options) for name, arguments in sets.items()]
@@ -106,7 +106,7 @@ class Evaluator:
         build.wrap_blocks(self.models, config.recompute, mode, context, compile_fn, self.padding_free)
         for stage in self.models:
             stage.eval()
-        self._runners: dict[tuple[int, int], MicroBatchRunner] = {}
+        self._runners: dict[tuple[int, int | None], MicroBatchRunner] = {}
 
     def _load(self, weights: WeightSource) -> None:
         read = local_values(weights, self.mesh.model_shard)
@@ -129,11 +129,12 @@ class Evaluator:
         All ranks call this and get the same result, except that only the first one counts bytes.
         """
         start = perf_counter()
-        config = with_sample_shape(self.config, data.seq_len, data.max_predictions)
-        loader = BatchLoader(data.dataset, config.train.global_batch, config.train.seed, shuffle=False)
-        batches = loader.one_epoch(rank_samples(config.train.global_batch, self.layout.dp, self.mesh.coords["dp"]))
-        total = -(-len(data.dataset) // config.train.global_batch)
-        totals = evaluate(self._runner(config), self.loss_fn, self.metrics, self._counted(batches, total))
+        global_batch = self.config.train.global_batch
+        loader = BatchLoader(data.dataset, global_batch, self.config.train.seed, shuffle=False)
+        batches = loader.one_epoch(rank_samples(global_batch, self.layout.dp, self.mesh.coords["dp"]))
+        total = -(-len(data.dataset) // global_batch)
+        runner = self._runner(data.seq_len, data.max_predictions)
+        totals = evaluate(runner, self.loss_fn, self.metrics, self._counted(batches, total))
         main_term = next((name for name in totals.term_names if name in PERPLEXITY_TERMS), totals.term_names[0])
         result: dict[str, Any] = {
             "data": data.name,
@@ -145,14 +146,17 @@ class Evaluator:
             result |= {"bytes": count, "bits_per_byte": totals.sums[main_term] * BITS_PER_NAT / count}
         return result | {"seconds": perf_counter() - start}
 
-    def _runner(self, config: Config) -> MicroBatchRunner:
+    def _runner(self, seq_len: int, max_predictions: int | None) -> MicroBatchRunner:
         """A runner for samples of this shape."""
-        shape = (config.data.seq_len, config.data.max_predictions)
+        shape = (seq_len, max_predictions)
         if shape not in self._runners:
+            keys = self.config.model_dump(mode="json")
+            keys["data"] |= {"seq_len": seq_len} | ({"max_predictions": max_predictions} if max_predictions else {})
+            config = parse(keys)
             Layout.from_config(config, self.world.size)  # its rules depend on seq_len
             self._runners[shape] = MicroBatchRunner(self.models, config, self.context, self.padding_free)
         for model in self.models:
-            model.max_seq_len = config.data.seq_len
+            model.max_seq_len = seq_len
         return self._runners[shape]
 
     def _counted(self, batches: Iterable[Batch], total: int) -> Iterator[Batch]:

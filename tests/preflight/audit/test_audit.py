@@ -23,7 +23,7 @@ from trainyard.preflight.audit.rules import (
     check_operators,
     merge_violations,
 )
-from trainyard.preflight.dryrun.dry_run import trace_rank
+from trainyard.preflight.dryrun.dry_run import dry_run, trace_steps
 
 ONE_LAYER = {**LLAMA, "layers": 1}
 LOSS_START = """
@@ -265,7 +265,8 @@ def test_one_step_of_other_families_is_clean(recipe: str) -> None:
     config = load(recipe, ["model.layers=1"])
     layout = Layout.from_config(config, config.layout.ranks or 1)
     config = load(recipe, ["model.layers=1", f"train.global_batch={layout.dp * config.train.micro_batch}"])
-    trace = trace_rank(config, 0, layout.world_size, MetaTrainium("trn1", 1), steps=1, with_evaluation=False)
+    with dry_run(config, 0, layout.world_size, MetaTrainium("trn1", 1)) as trainer:
+        trace = trace_steps(trainer, steps=1, with_evaluation=False)
     assert trace.abort_reason is None
     rules = (check_operators(trace, "trn1"), check_groups(trace, "trn1", 1), check_micro_batches(trace))
     assert [violation for violations in rules for violation in violations] == []
@@ -282,7 +283,7 @@ def test_recipe_at_full_size_is_clean() -> None:
 
 def test_first_middle_and_last_rank_of_each_stage_are_traced() -> None:
     config = load("llama3-70b")
-    jobs = trace_jobs(config, Layout.from_config(config, 512), range(512))
+    jobs = trace_jobs(Layout.from_config(config, 512), config.layout.pipeline_schedule, range(512))
     assert {job.stage for job in jobs} == set(range(8))
     assert {job.rank for job in jobs if job.stage == 1} == {64, 112, 127}
     assert {job.micro_batches for job in jobs if job.full_step} == {8}
@@ -311,7 +312,8 @@ def test_weights_of_several_buckets_arrive_during_the_next_step() -> None:
     """The second step begins before all weights of the first one arrive. Autograd must not take their arrival for a
     modification of saved tensors."""
     config = tiny_config({**LLAMA, **WIDER, "layers": 4}, layout={"zero": 1, "ranks": 2, "bucket_mib": 1})
-    trace = trace_rank(config, 0, 2, MetaTrainium("trn1", 1), 2, with_evaluation=False)
+    with dry_run(config, 0, 2, MetaTrainium("trn1", 1)) as trainer:
+        trace = trace_steps(trainer, steps=2, with_evaluation=False)
     assert trace.abort_reason is None
     assert len(trace.phases["step 2"]) > len(trace.phases["step 1"])
 

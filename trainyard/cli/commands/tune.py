@@ -23,8 +23,8 @@ from trainyard import devices
 from trainyard.cli.console import interrupt_on_terminate, print_line
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
 from trainyard.cli.run_config import load_run_config
+from trainyard.config.data_schema import DataSection
 from trainyard.config.load import dump, parse
-from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.quantities import counted
@@ -74,10 +74,13 @@ def tune(
         raise UserError("tune: starts the ranks of its trials; run it once with --nproc, not as a rank")
     config = load_run_config(source, override_list, smoke, nproc)
     fixed_keys = {override.partition("=")[0] for override in override_list}
-    space = SearchSpace(with_available_data(config), nproc, fixed_keys=fixed_keys)
+    keys = config.model_dump(mode="json")
+    missing = has_missing_files(config.data)
+    base_config = parse({**keys, "data": {**keys["data"], **SYNTHETIC_DATA}}) if missing else config
+    space = SearchSpace(base_config, nproc, fixed_keys=fixed_keys)
     target = output_path(source, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    if space.base_config != config:
+    if missing:
         print_line(console, "data: some files are missing; trials use data.source=synthetic (the speed is the same)")
     global_batch = config.train.global_batch
     reduced = f" (train.global_batch={global_batch} is unchanged)" if space.trial_batch < global_batch else ""
@@ -121,7 +124,7 @@ def tune(
     best = space.overrides(search.best_choice)
     console.print(trials_table(search, by_speed=True))
     header = file_header(search, [source, *override_list], nproc)
-    atomic_write_text(target, header + dump(parse(config.model_dump(mode="json"), best)))
+    atomic_write_text(target, header + dump(parse(keys, best)))
     if interrupted:
         print_line(console, "interrupted: not everything was tried")
     elif not complete:
@@ -146,9 +149,8 @@ def tune(
     return 130 if interrupted else 0
 
 
-def with_available_data(config: Config) -> Config:
-    """Return the configuration, with synthetic tokens if any of its data files is missing."""
-    data = config.data
+def has_missing_files(data: DataSection) -> bool:
+    """Return True if the section reads files, and not all of them are named and on this machine."""
     suffix = ".idx" if data.source == "tokens" else ""
     files = [f"{path.removesuffix(suffix)}{suffix}" for path in data.paths]
     files += [name for name in (data.vocab_file, data.merges_file) if name]
@@ -158,10 +160,7 @@ def with_available_data(config: Config) -> Config:
         is_url(name) or find_model_location(name) or glob.glob(str(Path(name).expanduser())) for name in files
     )
     reads_no_files = data.source == "synthetic" or is_user_path(data.source)
-    if reads_no_files or (available and (data.paths or data.tokenizer == "bytes")):
-        return config
-    settings = config.model_dump(mode="json")
-    return parse({**settings, "data": {**settings["data"], **SYNTHETIC_DATA}})
+    return not reads_no_files and not (available and (data.paths or data.tokenizer == "bytes"))
 
 
 def output_path(source: str, out: Path | None) -> Path:

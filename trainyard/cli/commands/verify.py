@@ -18,7 +18,6 @@ from trainyard.cli.options import ConfigSource, Overrides, Smoke
 from trainyard.cli.ranks import launch_ranks
 from trainyard.cli.run_config import load_run_config, load_source
 from trainyard.config.load import parse
-from trainyard.config.schema import Config
 from trainyard.config.smoke import fit_to_ranks
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
@@ -93,7 +92,7 @@ def verify(
         return 0
     console = Console(highlight=False)
     layout = Layout.from_config(config, ranks)
-    _check_host_memory(config, steps, smoke)
+    _check_host_memory(config.model, steps, smoke)
     console.print(f"{counted(steps, 'step')} on {counted(ranks, 'rank')} ({layout.describe()}) ...", soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="trainyard-") as directory:
         path = Path(directory) / "record"
@@ -135,9 +134,9 @@ def default_rank_count(source: str, overrides: list[str], named: set[str]) -> in
     return max(2, min(kept * dp, devices.select(config.device.name).max_local_ranks()))
 
 
-def _check_host_memory(config: Config, steps: int, smoke: bool) -> None:
+def _check_host_memory(model: models.ModelConfig, steps: int, smoke: bool) -> None:
     """Raise UserError unless one rank can hold the complete model, its training state and both records."""
-    weights = models.blueprint_of(config.model).parameter_count()
+    weights = models.blueprint_of(model).parameter_count()
     needed = weights * 4 * (4 + 2 * (2 + steps))
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:

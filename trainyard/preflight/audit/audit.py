@@ -28,7 +28,7 @@ from trainyard.preflight.audit.rules import (
     check_steps,
     merge_violations,
 )
-from trainyard.preflight.dryrun.dry_run import trace_rank
+from trainyard.preflight.dryrun.dry_run import dry_run, trace_steps
 from trainyard.preflight.dryrun.op_trace import RankTrace
 from trainyard.prepare.worker_pool import map_ordered
 
@@ -96,7 +96,7 @@ def audit(
         stages = tuple(range(layout.pp))
         violation = Violation("groups", f"layout.tp={layout.tp}", str(error), "another layout.tp", stages)
         return report(traced="nothing", stages=[], violations=[violation])
-    jobs = trace_jobs(config, layout, rank_order)
+    jobs = trace_jobs(layout, config.layout.pipeline_schedule, rank_order)
     traces: dict[TraceJob, RankTrace] = {}
     on_progress(0, len(jobs))
     run_job = partial(run_trace_job, config, layout, device)
@@ -119,9 +119,9 @@ def audit(
     return report(traced=traced, stages=stage_audits, violations=merge_violations(violations))
 
 
-def trace_jobs(config: Config, layout: Layout, rank_order: Sequence[int]) -> list[TraceJob]:
+def trace_jobs(layout: Layout, pipeline_schedule: str, rank_order: Sequence[int]) -> list[TraceJob]:
     """The dry runs of all stages, longest first. Ranks of a stage: the first, a middle one, the last."""
-    simple = layout.vpp == 1 and config.layout.pipeline_schedule == "1f1b"
+    simple = layout.vpp == 1 and pipeline_schedule == "1f1b"
     fill = 2 if layout.pp == 1 else layout.pp if simple else 2 * layout.pp
     full = min(layout.micro_batches, fill)
     short = 1 if simple else full
@@ -139,7 +139,8 @@ def run_trace_job(config: Config, layout: Layout, device: MetaTrainium, job: Tra
     batch = job.micro_batches * layout.dp * config.train.micro_batch
     overrides = [f"train.global_batch={batch}", "compile.enabled=false", "compile.cuda_graphs=false"]
     config = parse(config.model_dump(mode="json"), overrides)
-    return trace_rank(config, job.rank, layout.world_size, device, job.steps, with_evaluation=job.full_step)
+    with dry_run(config, job.rank, layout.world_size, device) as trainer:
+        return trace_steps(trainer, job.steps, with_evaluation=job.full_step)
 
 
 def _stage_audit(stage: int, traces: dict[TraceJob, RankTrace]) -> StageAudit:

@@ -1,7 +1,7 @@
 """A dry run: this process becomes any one rank of any number, without the others and with shapes instead of weights.
 
 The Trainer and all its work are real; messages go nowhere. Used to count messages, to audit and to precompile at full
-size on a laptop. A process can have one dry run at a time. `trace_rank` records the operators of one.
+size on a laptop. A process can have one dry run at a time. `trace_steps` records the operators of one.
 """
 
 import os
@@ -88,33 +88,29 @@ def without_io(config: Config) -> Config:
     return parse(sections)
 
 
-def trace_rank(
-    config: Config, rank: int, world_size: int, device: MetaDevice, steps: int, with_evaluation: bool
-) -> RankTrace:
-    """Trace `steps` training steps of `rank` and, if there is validation data, two batches of evaluation. During the
-    trace this process is that rank."""
-    with dry_run(config, rank, world_size, device) as trainer:
-        trace = RankTrace(rank, trainer.mesh.coords["pp"])
-        recorder = OpRecorder(trace, trainer.mesh, device.torch_device)
-        hooks = list(_forward_hooks(trainer, recorder))
-        for model in trainer.models:
-            model.train()
-        try:
-            with recorder, recorder.record_prints():
-                for step in range(1, steps + 1):
-                    batch = trainer.loader.batch(step - 1, trainer.batch_slice)
-                    with recorder.phase(f"step {step}"):
-                        trainer.train_step(batch, step, learning_rate(config, step))
-                if with_evaluation and trainer.validation_loaders:
-                    batches = trainer.validation_loaders[""].one_epoch(trainer.batch_slice)
-                    parts = trainer.runner, trainer.loss_fn, trainer.metrics, batches
-                    with recorder.phase("evaluation"):
-                        evaluate(*parts, max_batches=2)
-        except TraceAborted as error:
-            trace.abort_reason = str(error)
-        finally:
-            for hook in hooks:
-                hook.remove()
+def trace_steps(trainer: Trainer, steps: int, with_evaluation: bool) -> RankTrace:
+    """Trace `steps` training steps of a dry run and, if there is validation data, two batches of evaluation."""
+    trace = RankTrace(trainer.world.rank, trainer.mesh.coords["pp"])
+    recorder = OpRecorder(trace, trainer.mesh, trainer.device.torch_device)
+    hooks = list(_forward_hooks(trainer, recorder))
+    for model in trainer.models:
+        model.train()
+    try:
+        with recorder, recorder.record_prints():
+            for step in range(1, steps + 1):
+                batch = trainer.loader.batch(step - 1, trainer.batch_slice)
+                with recorder.phase(f"step {step}"):
+                    trainer.train_step(batch, step, learning_rate(trainer.config, step))
+            if with_evaluation and trainer.validation_loaders:
+                batches = trainer.validation_loaders[""].one_epoch(trainer.batch_slice)
+                parts = trainer.runner, trainer.loss_fn, trainer.metrics, batches
+                with recorder.phase("evaluation"):
+                    evaluate(*parts, max_batches=2)
+    except TraceAborted as error:
+        trace.abort_reason = str(error)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return trace
 
 

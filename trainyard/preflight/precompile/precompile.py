@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard import devices
-from trainyard.config.schema import Config
+from trainyard.config.schema import CompileSection, Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
@@ -95,10 +95,12 @@ def precompile(
     """Compile all graphs of a run on `world_size` ranks, `local_ranks` per machine. `on_graph` receives each graph when
     its compilation starts and ends."""
     device = devices.select(config.device.name)
-    check_precompile(config, device)
+    check_precompile(config.compile, device)
     layout = Layout.from_config(config, world_size)
     report, start = PrecompileReport(inductor_cache.prepare_cache(device)), time.monotonic()
-    ranks = representative_ranks(config, layout, device, local_ranks)
+    # With stochastic rounding, each optimizer shard has a graph of its own.
+    sharded_graphs = config.layout.zero > 0 and config.precision.kind == "bf16_sr"
+    ranks = representative_ranks(layout, sharded_graphs, local_ranks if device.device_index_in_code else 1)
     for number, rank in enumerate(ranks, 1):
         on_status(f"tracing rank {rank} ({number} of {counted(len(ranks), 'kind')} of ranks)")
         request = CollectRequest(config.model_dump(mode="json"), rank, world_size, rank % local_ranks, workers)
@@ -121,32 +123,30 @@ def precompile(
             report.problems.append(f"rank {rank}: ended early; see {_log_path(report.cache_dir, rank)}")
     report.seconds = time.monotonic() - start
     if not report.failed_graphs and not report.problems:
-        write_record(report, config, world_size)
+        write_record(report, config.log.name, world_size)
     return report
 
 
-def check_precompile(config: Config, device: Device) -> None:
+def check_precompile(section: CompileSection, device: Device) -> None:
     options = device.compile_options()
     if options is None or options.backend != CompileOptions().backend:
         raise UserError(f"device.name={device.name}: its own tools compile its graphs; see docs/guides/trainium.md")
-    if not config.compile.enabled:
+    if not section.enabled:
         raise UserError("compile.enabled=false: this run compiles nothing; nearest: compile.enabled=true")
 
 
-def representative_ranks(config: Config, layout: Layout, device: Device, local_ranks: int) -> list[int]:
-    """The first rank of each kind. Kinds differ by pipeline rank; by device index if compiled code contains it; and,
-    with stochastic rounding, by optimizer shard."""
-    shards = config.layout.zero > 0 and config.precision.kind == "bf16_sr"
+def representative_ranks(layout: Layout, sharded_graphs: bool, device_indices: int) -> list[int]:
+    """The first rank of each kind. Kinds differ by pipeline rank, by device index if compiled code contains it (one of
+    `device_indices`), and by optimizer shard if `sharded_graphs`."""
     first_rank: dict[tuple[int, ...], int] = {}
     for rank in range(layout.world_size):
         coords = layout.coords(rank)
-        shard = (coords["dp"], coords["cp"]) if shards else ()
-        device_index = rank % local_ranks if device.device_index_in_code else 0
-        first_rank.setdefault((coords["pp"], *shard, device_index), rank)
+        shard = (coords["dp"], coords["cp"]) if sharded_graphs else ()
+        first_rank.setdefault((coords["pp"], *shard, rank % device_indices), rank)
     return sorted(first_rank.values())
 
 
-def write_record(report: PrecompileReport, config: Config, world_size: int) -> Path:
+def write_record(report: PrecompileReport, name: str, world_size: int) -> Path:
     """Record what this run needs, for `trainyard cache`."""
     directory = report.cache_dir / RUNS_DIR
     directory.mkdir(exist_ok=True)
@@ -156,9 +156,9 @@ def write_record(report: PrecompileReport, config: Config, world_size: int) -> P
     }
     for graph in graphs:  # a cached graph keeps the compile time of its first record
         graph["seconds"] = graph["seconds"] or known_seconds.get(graph["key"], 0.0)
-    record = {"name": config.log.name, "ranks": world_size, "graphs": graphs, "files": sorted(report.files)}
+    record = {"name": name, "ranks": world_size, "graphs": graphs, "files": sorted(report.files)}
     digest = hashlib.sha256(json.dumps(sorted(report.graphs)).encode()).hexdigest()[:8]
-    path = directory / f"{config.log.name}-{digest}.json"
+    path = directory / f"{name}-{digest}.json"
     atomic_write_text(path, json.dumps(record, indent=1) + "\n")
     return path
 

@@ -102,7 +102,7 @@ def submit(
         raise UserError(
             "checkpoint.export_hf=true: Hugging Face's format has no place for model.router_bias; nearest: false"
         )
-    nproc = nproc or ranks_per_node(config, high, gpus_per_node)
+    nproc = nproc or gpus_per_node or ranks_per_node(high, config.layout.ranks, config.hardware, config.device.lnc)
     layouts = {}
     if low == high:
         Layout.from_config(config, high * nproc)  # report an impossible layout now, not when the job starts

@@ -10,8 +10,8 @@ from typer import Option
 from trainyard.cli.commands.data.inspect import quote_for_terminal
 from trainyard.cli.console import print_line
 from trainyard.cli.options import RunDirectory
+from trainyard.config.data_schema import DataSection
 from trainyard.config.load import load
-from trainyard.config.schema import Config
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
@@ -66,7 +66,7 @@ def show(
     shown = slice(samples.start, samples.start + min(limit, total))
     loader, _ = build_loaders(config, needs_validation=False)
     batch, indices = loader.batch(step - 1, shown), loader.sample_indices(step - 1, shown).tolist()
-    tokenizer = run_tokenizer(config, directory)
+    tokenizer = run_tokenizer(config.data, config.samples.tokenizer, directory)
     console = Console(highlight=False)
     of_rank = f" of rank {rank}" if rank is not None else ""
     print_line(
@@ -85,15 +85,15 @@ def ranks_at(directory: Path, step: int) -> int:
     return next((int(event["ranks"]) for event in reversed(starts) if event["step"] < step), 1)
 
 
-def run_tokenizer(config: Config, directory: Path) -> Tokenizer | None:
-    """The tokenizer of a run's data; None if it is not known, or no longer where it was."""
+def run_tokenizer(data: DataSection, of_samples: str | None, directory: Path) -> Tokenizer | None:
+    """The tokenizer of a run's data, or else the one that its text samples name or that its files hold; None if it is
+    not known, or no longer where it was."""
     from trainyard.data.loading.text_stream import tokenizer_spec
 
-    spec = tokenizer_spec(config.data)
-    if config.data.source != "text" and config.data.tokenizer == "bytes":  # the default, which says nothing of tokens
+    spec = tokenizer_spec(data)
+    if data.source != "text" and data.tokenizer == "bytes":  # the default, which says nothing of tokens
         saved = [directory / "model" / "tokenizer.json", *sorted(directory.glob("checkpoints/*/tokenizer.json"))]
-        named = [config.samples.tokenizer] if config.samples.tokenizer else []
-        files = [*named, *(str(path) for path in saved if path.is_file())]
+        files = [*([of_samples] if of_samples else []), *(str(path) for path in saved if path.is_file())]
         if not files:
             return None
         spec = spec._replace(name=files[0])

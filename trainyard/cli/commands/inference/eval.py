@@ -22,10 +22,10 @@ from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
 from trainyard.evaluate.eval_config import config_of_run, evaluation_config, keys_of_run, notes_of_run
-from trainyard.families import blueprint_of
+from trainyard.families import ModelConfig, blueprint_of
 from trainyard.families.hf_config import from_hf
 from trainyard.formats.convert import parse_layout
-from trainyard.formats.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
+from trainyard.formats.registry import FORMAT_DESCRIPTIONS, open_weights
 from trainyard.formats.transfer import local_source
 from trainyard.parallel.layout import Layout
 
@@ -117,8 +117,10 @@ def eval(
             changes = {"checkpoint": path, "arguments": [*data, *overrides], "tokenizer": None}
             return launch_ranks(context, nproc, run_config.device.name, world, changes)
         console = Console(highlight=False, stderr=as_json, quiet=world.rank > 0)
-        notes = [*opened.notes, *notes_of_run(opened.weights, run_keys, overrides)]
-        print_header(console, checkpoint, opened, notes, run_config, world)
+        for note in (*opened.notes, *notes_of_run(opened.weights, run_keys, overrides)):
+            print_line(console, f"note: {note}")
+        described = describe(run_config.model, run_config.precision.kind, world.size)
+        print_line(console, f"{checkpoint}: {FORMAT_DESCRIPTIONS[opened.format]}, {described}")
         progress = EvalProgress(enabled=world.rank == 0)
         stack.callback(progress.close)
         from trainyard.evaluate.evaluator import CheckpointSource, evaluate_data
@@ -168,14 +170,9 @@ def validation_sets(checkpoint: str, weights: WeightSource) -> dict[str, list[st
     return {name: fetch_inputs(paths) for name, paths in config.evaluate.sets.items()}
 
 
-def print_header(
-    console: Console, name: str, opened: OpenedCheckpoint, notes: list[str], config: Config, world: World
-) -> None:
-    for note in notes:
-        print_line(console, f"note: {note}")
-    model, ranks = config.model, f"; {world.size} ranks" if world.size > 1 else ""
+def describe(model: ModelConfig, precision: str, ranks: int) -> str:
     weights = f"{model.family} with {blueprint_of(model).parameter_count():,} weights"
-    print_line(console, f"{name}: {FORMAT_DESCRIPTIONS[opened.format]}, {weights}; {config.precision.kind}{ranks}")
+    return f"{weights}; {precision}" + (f"; {ranks} ranks" if ranks > 1 else "")
 
 
 class EvalProgress:
