@@ -395,9 +395,9 @@ def test_device_is_planned(tmp_path: Path) -> None:
     catalog = read_catalog(path)
     config = small("layout.cp=2", "layout.cp_method=ring", f"checkpoint.directory={tmp_path}")
     abacus, cpu = (make_plan(config, parse_hardware(f"{name}:2", catalog)) for name in ("table", "other"))
-    memory = abacus.stage_memory[0]
+    memory = abacus.memory_by_pp[0]
     assert memory.fragmentation == (memory.total - memory.fragmentation) // 2
-    assert cpu.stage_memory[0].fragmentation == 0
+    assert cpu.memory_by_pp[0].fragmentation == 0
     assert abacus.step_time.components["matmul"] == pytest.approx(0.8 * cpu.step_time.components["matmul"])
     assert (abacus.config.layout.cp_method, cpu.config.layout.cp_method) == ("all_gather", "ring")
     assert "an abacus gathers keys and values instead" in find_problems(abacus, [])[0].message

@@ -36,7 +36,7 @@ RATE_WINDOW_S = 30.0
 SAMPLE_INTERVAL_S = 0.5
 STALL_S = 5.0
 """Seconds without progress after which no time left is shown."""
-STAGE_INTERVAL_S = 2.0
+PHASE_INTERVAL_S = 2.0
 MAX_SKIPS_SHOWN = 20
 """Skipped records that are printed; further ones are only counted."""
 
@@ -128,26 +128,26 @@ class ProgressDisplay:
             self.bar.stop()
 
 
-class StageDisplay:
-    """Prints a line for each stage of a command that takes longer than two seconds:
-    `with StageDisplay() as report: report("waiting for nodes")`."""
+class PhaseDisplay:
+    """Prints a line for each phase of a command that takes longer than two seconds:
+    `with PhaseDisplay() as report: report("waiting for nodes")`."""
 
     def __init__(self) -> None:
-        self.stage = self.printed = ""
+        self.phase = self.printed = ""
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._print_stages, daemon=True)
+        self.thread = threading.Thread(target=self._print_phases, daemon=True)
 
     def __enter__(self) -> Self:
         self.thread.start()
         return self
 
-    def __call__(self, stage: str) -> None:
-        self.stage = stage
+    def __call__(self, phase: str) -> None:
+        self.phase = phase
 
-    def _print_stages(self) -> None:
-        while not self.ended.wait(STAGE_INTERVAL_S):
-            if self.stage != self.printed:
-                self.printed = self.stage
+    def _print_phases(self) -> None:
+        while not self.ended.wait(PHASE_INTERVAL_S):
+            if self.phase != self.printed:
+                self.printed = self.phase
                 print(f"trainyard: {self.printed}", file=sys.stderr, flush=True)
 
     def __exit__(self, *error: object) -> None:

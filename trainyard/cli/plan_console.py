@@ -106,10 +106,10 @@ def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: l
 
 
 def _memory_table(plan: Plan, console: Console) -> Table:
-    columns = [name for name in MEMORY_COLUMNS if any(getattr(memory, name) for memory in plan.stage_memory)]
+    columns = [name for name in MEMORY_COLUMNS if any(getattr(memory, name) for memory in plan.memory_by_pp)]
     table = _table(console, "pipeline ranks", *columns, "total")
     for first, group in distinct_pipeline_ranks(plan.config.model, plan.layout).items():
-        largest = plan.stage_memory[max(group, key=lambda pp: plan.stage_memory[pp].total)]
+        largest = plan.memory_by_pp[max(group, key=lambda pp: plan.memory_by_pp[pp].total)]
         limit = "max" if console.width < TABLE_WIDTH else "maximum"
         name = f"{first}" if len(group) == 1 else f"{first} to {group[-1]}, {limit}"
         table.add_row(name, *(format_gib(getattr(largest, column)) for column in columns), format_gib(largest.total))

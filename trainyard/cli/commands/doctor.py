@@ -9,7 +9,7 @@ from typing import Annotated
 from rich.console import Console
 from typer import Option
 
-from trainyard.cli.console import StageDisplay
+from trainyard.cli.console import PhaseDisplay
 from trainyard.cli.options import AsJson
 from trainyard.cluster import slurm
 from trainyard.cluster.doctor.node_findings import NodeFinding, compress_hosts
@@ -80,7 +80,7 @@ def doctor_nodes(
         raise UserError(f"--nodes {count}: not with --fix; nearest: trainyard doctor --fix on the node")
     if not slurm.available():
         raise UserError(f"--nodes {count}: this machine has no Slurm; nearest: trainyard doctor")
-    with StageDisplay() as report, allocated_nodes(count, partition, options, report) as allocation:
+    with PhaseDisplay() as report, allocated_nodes(count, partition, options, report) as allocation:
         with started_workers(allocation, report) as (step, addresses, lost):
             survey = survey_nodes(step, addresses, directory.absolute(), report)
         survey.findings += lost

@@ -56,7 +56,7 @@ class Survey:
 def survey_nodes(
     workers: SlurmWorkers, addresses: dict[str, Any], directory: Path, report: Callable[[str], None]
 ) -> Survey:
-    """Check the nodes of `workers`. `addresses` are their answers to `hello`; `report` gets the current stage."""
+    """Check the nodes of `workers`. `addresses` are their answers to `hello`; `report` gets the current phase."""
     survey = Survey(list(workers.nodes))
     report(f"checking {counted(len(workers.nodes), 'node')}")
     answers = workers.ask("check", CHECK_LIMIT_S, directory=str(directory))

@@ -68,7 +68,7 @@ def compare_with_measured(plan: Plan, directory: Path) -> list[ComparisonRow]:
     rows = [
         ComparisonRow("ms per step", plan.step_time.seconds * 1000, measured("ms_per_iteration")),
         ComparisonRow("tokens/s", cost.tokens_per_second, measured("tokens_per_second")),
-        ComparisonRow(memory_name, plan.stage_memory[0].total / GIB, memory / GIB),
+        ComparisonRow(memory_name, plan.memory_by_pp[0].total / GIB, memory / GIB),
     ]
     if all("mfu" in record for record in steady):
         rows.append(ComparisonRow("MFU, %", 100 * cost.mfu_full, 100 * measured("mfu")))

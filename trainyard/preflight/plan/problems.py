@@ -44,7 +44,7 @@ def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
 def _memory_problems(plan: Plan, fixes: list[ConfigChange]) -> Iterator[PlanProblem]:
     if plan.fits:
         return
-    needed, pp = max((memory.total, pp) for pp, memory in enumerate(plan.stage_memory))
+    needed, pp = max((memory.total, pp) for pp, memory in enumerate(plan.memory_by_pp))
     rank = f"a rank at pipeline position {pp}" if plan.layout.pp > 1 else "a rank"
     fix = f"nearest: {fixes[0].overrides} ({fixes[0].memory / GIB:.1f} GiB)" if fixes else "try --search"
     message = f"memory: {rank} needs {needed / GIB:.1f} GiB and has {plan.hardware.memory / GIB:.1f}; {fix}"

@@ -1,4 +1,4 @@
-"""The plan of one configuration: memory of every stage, traffic by axis, step time, cost, bottleneck, suggestions."""
+"""A plan: memory of each pipeline rank, traffic by axis, step time, cost, bottleneck, suggestions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class Plan:
     """The file passes keys and values around a ring, which the hardware does not."""
     layout: Layout
     hardware: Hardware
-    stage_memory: list[RankMemory]
+    memory_by_pp: list[RankMemory]
     """Memory of a rank at each pipeline position."""
     traffic: dict[str, AxisTraffic]
     step_time: StepTime
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return max(memory.total for memory in self.stage_memory) <= self.hardware.memory
+        return max(memory.total for memory in self.memory_by_pp) <= self.hardware.memory
 
     @property
     def time_shares(self) -> dict[str, float]:
@@ -225,7 +225,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         },
         "layout": {name: getattr(plan.layout, name) for name in ("tp", "pp", "cp", "ep", "dp", "vpp", "micro_batches")},
         "efficiency": hardware.entry.kind.efficiency._asdict(),
-        "memory": [{**vars(memory), "total": memory.total} for memory in plan.stage_memory],
+        "memory": [{**vars(memory), "total": memory.total} for memory in plan.memory_by_pp],
         "fits": plan.fits,
         "messages": {axis: vars(traffic) for axis, traffic in plan.traffic.items()},
         "step": {"seconds": step_time.seconds, "slowest": step_time.slowest_pp, **step_time.components},
