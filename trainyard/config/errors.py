@@ -86,7 +86,7 @@ def _error_line(error: ErrorDetails) -> str:
         return f"{assignment}: wrong form; nearest: {example}"
     if kind == "tuple_type" and isinstance(value, str | int | float):
         return f"{assignment}: not a list; nearest: [{format_value(value)}]"
-    if inner := _section_at(section, key):
+    if (inner := _section_at(section, key)) and inner.model_fields:
         return f"{assignment}: {key} is a section; set one of its keys, such as {key}.{next(iter(inner.model_fields))}"
     expected = EXPECTED_TYPES.get(kind.split("_")[0], error["msg"])
     nearest = _nearest_value(section, key, value)

@@ -51,6 +51,8 @@ def schema_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[K
                 yield from schema_keys(tagged_section, f"{dotted}[{tag}].")
         elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from schema_keys(field.annotation, f"{dotted}.")
+            if field.annotation.model_config.get("extra") == "allow":  # its keys are those of installed packages
+                yield KeyDoc(dotted, TYPE_NAMES[dict], "{}", docs.get(name, ""))
         else:
             default = "required" if field.is_required() else format_value(field.get_default(call_default_factory=True))
             yield KeyDoc(dotted, allowed_values(field), default, docs.get(name, ""))

@@ -61,7 +61,8 @@ class Registry(Generic[T]):
         installed = self.installed()
         if name not in installed:
             names = self.names()
-            raise UserError(f"not one of {', '.join(names)}, or module:NAME{nearest_name(name, names)}")
+            known = f"one of {', '.join(names)}, or module:NAME" if names else "module:NAME of an installed package"
+            raise UserError(f"not {known}{nearest_name(name, names)}")
         return self._import(installed[name])
 
     def names(self) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""The built-in wrappers of linear layers, one file each."""
