@@ -199,7 +199,8 @@ def _serve(address: str, imports: Sequence[str]) -> None:
     global _address
     _address = address
     for name in imports:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # its tests are skipped, or fail, in the worker
+            importlib.import_module(name)
     launcher.subprocess = SimpleNamespace(Popen=_start_rank, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     CpuDevice().peak_throughput(torch.float32)  # measured once, not by every command
     gc.collect()
