@@ -18,6 +18,7 @@ from typing import IO, Any
 from trainyard.cluster.doctor.host import MIN_FREE_DISK
 from trainyard.cluster.doctor.node_findings import compress_hosts
 from trainyard.core.constants import GIB
+from trainyard.core.disk_space import free_bytes
 from trainyard.core.finding import Finding
 
 LOCK_PROBE = """
@@ -41,7 +42,7 @@ def nearest_directory(directory: Path) -> Path:
 def file_system_findings(directory: Path) -> Iterator[Finding]:
     """Findings about the directory in which runs are created, or the nearest one that exists."""
     existing = nearest_directory(directory)
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(existing)
     level, fix = ("ok", "") if free >= MIN_FREE_DISK else ("warning", "remove files, or set log.directory elsewhere")
     yield Finding("disk", level, f"{existing}: {free / GIB:.1f} GiB free", fix)  # type: ignore[arg-type]
     if not os.access(existing, os.W_OK):

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from trainyard.core.constants import GIB
+from trainyard.core.disk_space import free_bytes
 from trainyard.core.finding import Finding
 from trainyard.core.world import FIRST_DERIVED_PORT, MAX_PORT
 
@@ -75,7 +76,7 @@ def _memory() -> Iterator[Finding]:
         yield Finding(
             "shared memory", "warning", text, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
         )
-    free = shutil.disk_usage(tempfile.gettempdir()).free
+    free = free_bytes(Path(tempfile.gettempdir()))
     if free < MIN_FREE_DISK:
         text = f"{tempfile.gettempdir()}: {free / GIB:.1f} GiB free; compilers and conversions need more"
         yield Finding("disk", "warning", text, "remove files, or set TMPDIR to a larger disk")

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import atomic_file
+from trainyard.core.disk_space import free_bytes
 from trainyard.core.errors import UserError
 from trainyard.core.file_lock import file_lock
 from trainyard.core.quantities import counted
@@ -119,7 +119,7 @@ def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: i
             if cache := _read_footer(path, files):
                 return cache
             _remove_stale(directory)
-            if shutil.disk_usage(directory).free > cache_bytes:
+            if free_bytes(directory) > cache_bytes:
                 try:
                     return _write_cache(path, paths, shapes, UINT16_VOCAB)
                 except OverflowError:
