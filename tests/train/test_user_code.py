@@ -25,7 +25,6 @@ from trainyard.formats.registry import open_weights
 from trainyard.preflight.dryrun.dry_run import without_io
 from trainyard.remote.storage import open_storage
 from trainyard.run.callbacks import build_callbacks
-from trainyard.train.build import build_loaders
 from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import learning_rate
 
@@ -186,7 +185,7 @@ def test_validation_and_blends(tmp_path: Path) -> None:
     ):
         build_datasets(config)
     with pytest.raises(UserError, match=r"^evaluate.every=2: data.source=.*make_dataset leaves no validation samples"):
-        build_loaders(configure(tmp_path, evaluate={"every": 2}), needs_validation=True)
+        Trainer(configure(tmp_path, evaluate={"every": 2}))
 
 
 def test_each_path_of_a_blend_makes_a_dataset(user_directory: Path) -> None:

@@ -27,7 +27,6 @@ from trainyard.checkpoint.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
 from trainyard.checkpoint.shard_file import CorruptCheckpoint, ShardFile
 from trainyard.checkpoint.weights import TrainingState, unfused_tensors
 from trainyard.config.load import parse
-from trainyard.config.schema import Config
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import Blueprint
@@ -107,14 +106,17 @@ def build_shard_table(blueprint: Blueprint, layout: Layout) -> ShardTable:
     }
 
 
-def build_manifest(config: Config, dtypes: Mapping[str, torch.dtype], counters: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a commit file, except for the files and the format version. Its keys are part of the format."""
+def build_manifest(
+    config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], counters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of a commit file, except for the files and the format version. Its keys are part of the format.
+    `config` has all keys of the configuration."""
     return {
         **counters,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"trainyard": __version__, "torch": version("torch")},
         "kinds": {kind: CODE_BY_DTYPE[dtype] for kind, dtype in dtypes.items()},
-        "config": config.model_dump(mode="json"),
+        "config": config,
     }
 
 

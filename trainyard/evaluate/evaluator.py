@@ -29,7 +29,7 @@ from trainyard.train import build
 from trainyard.train.compile.compile_blocks import make_compile_fn
 from trainyard.train.decisions import packs_batches
 from trainyard.train.evaluate import PERPLEXITY_TERMS, evaluate
-from trainyard.train.micro_batches.runner import MicroBatchRunner
+from trainyard.train.micro_batches.runner import MicroBatchOptions, MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.optim.flat_state import DTYPES
 
@@ -154,7 +154,16 @@ class Evaluator:
             keys["data"] |= {"seq_len": seq_len} | ({"max_predictions": max_predictions} if max_predictions else {})
             config = parse(keys)
             Layout.from_config(config, self.world.size)  # its rules depend on seq_len
-            self._runners[shape] = MicroBatchRunner(self.models, config, self.context, self.padding_free)
+            section, dtype = self.config.train, DTYPES[self.config.precision.compute_dtype]
+            options = MicroBatchOptions(
+                section.micro_batch,
+                seq_len,
+                dtype,
+                self.padding_free,
+                config.compile.cuda_graphs,
+                config.device.attention,
+            )
+            self._runners[shape] = MicroBatchRunner(self.models, config.model.hidden, self.context, options)
         for model in self.models:
             model.max_seq_len = seq_len
         return self._runners[shape]

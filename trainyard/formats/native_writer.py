@@ -69,5 +69,5 @@ def write_checkpoint(
     with OrderedWorkers() as workers:
         for rank in range(layout.world_size):
             workers.submit(rank, partial(write, rank))
-    manifest = checkpoint.build_manifest(config, state.dtypes, counters)
+    manifest = checkpoint.build_manifest(config.model_dump(mode="json"), state.dtypes, counters)
     checkpoint.commit(storage, checkpoint.build_shard_table(blueprint, layout), manifest, model_files)

@@ -12,7 +12,7 @@ from typing import Any
 from trainyard import devices, models
 from trainyard.config.schema import Config
 from trainyard.core.world import World
-from trainyard.data.loading.build import validation_sections
+from trainyard.data.loading.build import build_datasets, build_validation_sets, validation_sections
 from trainyard.families.flops import flops_per_sample
 from trainyard.metrics.loggers.build import check_loggers
 from trainyard.metrics.run_directory import RunDirectory
@@ -33,7 +33,7 @@ from trainyard.train.compile.compile_blocks import make_compile_fn
 from trainyard.train.decisions import fuses_wgrad, packs_batches
 from trainyard.train.evaluate import Metric
 from trainyard.train.loss import LossFunction
-from trainyard.train.micro_batches.runner import MicroBatchRunner
+from trainyard.train.micro_batches.runner import MicroBatchOptions, MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.optim.flat_state import FlatState, local_shapes
 from trainyard.train.optim.gradient_sync import GradientSync
@@ -97,11 +97,14 @@ class TrainSetup:
         self.loss_fn = build.build_loss(config.train.loss, loss, config.model, config.precision, context, compile_fn)
         self.metrics = build.build_metrics(config.evaluate.metrics, metrics, self.loss_fn)
         self.evaluation_fn = build.build_evaluation(config.evaluate, evaluate)
-        needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
-        self.loader, self.validation_loaders = build.build_loaders(config, needs_validation)
+        evaluate_every = 0 if self.evaluation_fn else config.evaluate.every
+        validation_sets = build_validation_sets(config) if evaluate_every else {}
+        self.loader, self.validation_loaders = build.build_loaders(
+            build_datasets(config), validation_sets, config.train, config.data, evaluate_every
+        )
         """`validation_loaders` by name; "" are the samples held out from the training data."""
-        validation_sets = validation_sections(config.data, config.evaluate.sets) if needs_validation else {}
-        for data in (config.data, *validation_sets.values()):
+        sets = validation_sections(config.data, config.evaluate.sets) if evaluate_every else {}
+        for data in (config.data, *sets.values()):
             check_same_versions(data, mesh)
         logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
         self.models = build.build_stages(
@@ -121,7 +124,15 @@ class TrainSetup:
         self.optimizer = Optimizer(state, sync, context, config.optimizer, config.train.seed, compile_fn)
         padding_free = packs_batches(config.model, layout, context.kernels.has_varlen_attention)
         build.wrap_blocks(self.models, config.recompute, config.compile.mode, context, compile_fn, padding_free)
-        self.runner = MicroBatchRunner(self.models, config, context, padding_free, self.spans)
+        micro_batches = MicroBatchOptions(
+            config.train.micro_batch,
+            config.data.seq_len,
+            state.compute_dtype,
+            padding_free,
+            config.compile.cuda_graphs,
+            config.device.attention,
+        )
+        self.runner = MicroBatchRunner(self.models, config.model.hidden, context, micro_batches, self.spans)
         on_gradients_ready = partial(self.notify, "on_gradients_ready")
         self.train_step = TrainStep(
             self.runner, self.loss_fn, self.optimizer, config.train.seed, on_gradients_ready, stopwatch, waiting

@@ -13,11 +13,13 @@ import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.weights import local_values
-from trainyard.config.schema import Config, DeviceSection, EvaluateSection, PrecisionSection, RecomputeSection
+from trainyard.config.data_schema import DataSection
+from trainyard.config.schema import DeviceSection, EvaluateSection, PrecisionSection, RecomputeSection, TrainSection
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
-from trainyard.data.loading.build import build_datasets, build_validation_sets
+from trainyard.data.loading.build import TrainValidDatasets
+from trainyard.data.loading.dataset import Dataset
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.models.init import initial_values
@@ -105,20 +107,23 @@ def build_evaluation(
     return (lambda trainer: check_named_numbers(function(trainer))) if function else None
 
 
-def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, dict[str, BatchLoader]]:
+def build_loaders(
+    datasets: TrainValidDatasets,
+    validation_sets: Mapping[str, Dataset],
+    section: TrainSection,
+    data: DataSection,
+    evaluate_every: int,
+) -> tuple[BatchLoader, dict[str, BatchLoader]]:
     """Loaders of training samples and, by name, of validation samples. Those held out from the training data have the
-    name "", and need no evaluation to be loaded."""
-    train, held_out, shuffle = build_datasets(config)
-    validation = {"": held_out} if held_out else {}
-    if needs_validation:
-        validation |= build_validation_sets(config)
-    if needs_validation and not validation:
-        key = "source" if is_user_path(config.data.source) else "split"
-        reason = f"data.{key}={getattr(config.data, key)} leaves no validation samples"
-        raise UserError(f"evaluate.every={config.evaluate.every}: {reason}")
-    batch, seed = config.train.global_batch, config.train.seed
+    name "", and need no evaluation to be loaded. With `evaluate_every` above 0 there must be some."""
+    validation = {**({"": datasets.validation} if datasets.validation else {}), **validation_sets}
+    if evaluate_every and not validation:
+        key = "source" if is_user_path(data.source) else "split"
+        reason = f"data.{key}={getattr(data, key)} leaves no validation samples"
+        raise UserError(f"evaluate.every={evaluate_every}: {reason}")
+    batch, seed = section.global_batch, section.seed
     loaders = {name: BatchLoader(dataset, batch, seed, shuffle=False) for name, dataset in validation.items()}
-    return BatchLoader(train, batch, seed, shuffle), loaders
+    return BatchLoader(datasets.train, batch, seed, datasets.needs_shuffle), loaders
 
 
 def build_stages(

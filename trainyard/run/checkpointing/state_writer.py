@@ -122,7 +122,7 @@ class StateWriter:
         """A save of `step` below the directory `parent`."""
         counters: dict[str, Any] = {"step": step, "consumed_samples": step * self.config.train.global_batch}
         counters[FINGERPRINTS_KEY] = self.data_files
-        manifest = checkpoint.build_manifest(self.config, self.dtypes, counters)
+        manifest = checkpoint.build_manifest(self.config.model_dump(mode="json"), self.dtypes, counters)
         return PendingSave(step, parent / step_directory(step), manifest | owner_record(self.run), started_at)
 
     def start_copy(self, save: PendingSave, rng: RngState) -> Callable[[], None]:

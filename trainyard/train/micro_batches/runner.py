@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.schema import Config
 from trainyard.core.batch import Batch, map_batch
 from trainyard.core.errors import UserError
 from trainyard.metrics.span_recorder import SpanRecorder
@@ -15,7 +14,6 @@ from trainyard.models import ModelOutput, TransformerStage
 from trainyard.parallel.rank_context import RankContext
 from trainyard.train.micro_batches.cuda_graphs import CudaGraphRunner
 from trainyard.train.micro_batches.split import context_parallel_shard, padding_free_micro_batches, split_micro_batches
-from trainyard.train.optim.flat_state import DTYPES
 
 if TYPE_CHECKING:  # importing torch's pipelining takes half a second, which only pp > 1 should pay
     from trainyard.parallel.pipeline import Pipeline
@@ -24,24 +22,38 @@ MicroBatchLoss = Callable[[ModelOutput, Batch], Tensor]
 """Returns the part of the loss to start the backward pass from."""
 
 
+class MicroBatchOptions(NamedTuple):
+    """The shape of micro batches, and how they run."""
+
+    samples: int
+    seq_len: int
+    dtype: torch.dtype
+    """Of activations."""
+    padding_free: bool
+    """Micro batches hold their samples without padding."""
+    cuda_graphs: bool
+    """Capture each micro batch as a graph, where the device can."""
+    attention_kernel: str
+    """The value of device.attention."""
+
+
 class MicroBatchRunner:
     """Runs micro batches through this rank's stages and passes the last stage's output to the loss."""
 
     def __init__(
         self,
         models: Sequence[TransformerStage],
-        config: Config,
+        hidden: int,
         context: RankContext,
-        padding_free: bool = False,
+        options: MicroBatchOptions,
         spans: SpanRecorder | None = None,
     ) -> None:
-        """With `padding_free`, micro batches hold their samples without padding. `spans` records forward and
-        backward."""
-        self.models = models
-        self.micro_batch, self.vocab_size = config.train.micro_batch, config.model.vocab
-        self.device, self.mesh, self.attention_kernel = context.device, context.mesh, config.device.attention
-        self.padding_free, self.spans = padding_free, spans or SpanRecorder()
-        use_graphs = config.compile.cuda_graphs and self.device.supports_graphs
+        """`hidden` is the width of the activations between stages. `spans` records forward and backward."""
+        self.models, self.vocab_size = models, models[0].vocab_size
+        self.micro_batch, self.attention_kernel = options.samples, options.attention_kernel
+        self.device, self.mesh = context.device, context.mesh
+        self.padding_free, self.spans = options.padding_free, spans or SpanRecorder()
+        use_graphs = options.cuda_graphs and self.device.supports_graphs
         if use_graphs and self.mesh.layout.world_size > 1:
             raise UserError(
                 f"compile.cuda_graphs=true: on {self.mesh.layout.world_size} ranks gradients are communicated during "
@@ -51,8 +63,8 @@ class MicroBatchRunner:
         self.rng_key: Tensor
         self.loss_fn: MicroBatchLoss
         """Inputs of the current step, which torch's pipelining cannot pass to the stages."""
-        activations = config.data.seq_len, config.model.hidden, DTYPES[config.precision.compute_dtype]
-        self.pipeline: Pipeline | None = self._build_pipeline(*activations) if self.mesh.layout.pp > 1 else None
+        has_pipeline = self.mesh.layout.pp > 1
+        self.pipeline = self._build_pipeline(options.seq_len, hidden, options.dtype) if has_pipeline else None
 
     def stage_batch(self, batch: Batch) -> list[Batch]:
         """Do all host work for a batch: divide it as it will be copied to the device, in pinned memory. Safe to call

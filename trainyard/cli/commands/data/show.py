@@ -55,7 +55,8 @@ def show(
     ranks = ranks_at(directory, step)
     if rank is not None and rank >= ranks:
         raise UserError(f"--rank {rank}: the run has ranks 0 to {ranks - 1}")
-    from trainyard.train.build import build_loaders
+    from trainyard.data.loading.build import build_datasets
+    from trainyard.data.loading.loader import BatchLoader
     from trainyard.train.micro_batches.split import rank_samples
 
     samples = slice(0, config.train.global_batch)
@@ -64,7 +65,8 @@ def show(
         samples = rank_samples(config.train.global_batch, layout.dp, layout.coords(rank)["dp"])
     total = samples.stop - samples.start
     shown = slice(samples.start, samples.start + min(limit, total))
-    loader, _ = build_loaders(config, needs_validation=False)
+    datasets, section = build_datasets(config), config.train
+    loader = BatchLoader(datasets.train, section.global_batch, section.seed, datasets.needs_shuffle)
     batch, indices = loader.batch(step - 1, shown), loader.sample_indices(step - 1, shown).tolist()
     tokenizer = run_tokenizer(config.data, config.samples.tokenizer, directory)
     console = Console(highlight=False)
