@@ -30,7 +30,8 @@ def is_alive(pid: int) -> bool:
 
 def start_long_run(cli: ForkServer, tmp_path: Path) -> tuple[ForkedProcess, list[int]]:
     """Start a long run on two ranks; returns after its first steps, with the process ids of its ranks."""
-    process = cli.start([*TRAIN, "train.steps=1000000", "evaluate.every=0", f"log.directory={tmp_path}"])
+    arguments = [*TRAIN, "train.steps=1000000", "evaluate.every=0", f"log.directory={tmp_path}"]
+    process = cli.start(arguments, forks_ranks=False)
     assert process.stdout
     output, deadline = "", time.monotonic() + 120
     while "step 3/" not in output:
@@ -38,7 +39,9 @@ def start_long_run(cli: ForkServer, tmp_path: Path) -> tuple[ForkedProcess, list
         assert time.monotonic() < deadline
         output += process.stdout.read()
         time.sleep(0.02)
-    return process, children(process.pid)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    return process, ranks
 
 
 def all_gone(pids: list[int], seconds: float) -> bool:
@@ -72,7 +75,6 @@ def test_a_user_error_that_only_ranks_detect_is_shown_once(cli: ForkServer, tmp_
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_run(cli: ForkServer, tmp_path: Path, victim: int) -> None:
     process, ranks = start_long_run(cli, tmp_path)
-    assert len(ranks) == 2
     os.kill(ranks[victim], signal.SIGKILL)
     start = time.monotonic()
     _, errors = process.communicate(timeout=240)

@@ -2,8 +2,8 @@
 
 Importing torch takes seconds, a fork takes milliseconds. Each command gets its own working directory, environment,
 session and standard streams, and exits with the code of the real command; only the interpreter start is shared. So are
-the ranks that a command with --nproc starts. Tests of start-up itself (import time, `python -m trainyard`) must use
-`subprocess`.
+the ranks that a command with --nproc starts, unless a test is about their processes. Tests of start-up itself (import
+time, `python -m trainyard`) must use `subprocess`.
 
 With pytest-xdist, its workers are forks, too. Their server has also imported the libraries of the tests, and runs the
 commands of all workers.
@@ -97,9 +97,11 @@ class ForkServer:
         env: Mapping[str, str] | None = None,
         terminal: str | None = None,
         memory_bytes: int | None = None,
+        forks_ranks: bool = True,
     ) -> ForkedProcess:
         """Start `trainyard *args`. stdout and stderr are files that can be read while the command runs, or `terminal`,
-        the path of a terminal device, which is then also stdin. `memory_bytes` limits the data of the process."""
+        the path of a terminal device, which is then also stdin. `memory_bytes` limits the data of the process. Without
+        `forks_ranks`, the ranks that it starts are child processes as outside of tests, and import torch."""
         if not self._shared_address and (not self._process or self._process.poll() is not None):
             self.start_server()
         files = {name: tempfile.NamedTemporaryFile("r", dir=self._directory.name) for name in ("stdout", "stderr")}  # noqa: SIM115
@@ -111,6 +113,7 @@ class ForkServer:
             "stdout": terminal or files["stdout"].name,
             "stderr": terminal or files["stderr"].name,
             "memory_bytes": memory_bytes,
+            "forks_ranks": forks_ranks,
         }
         pid, connection = _request_fork(self.address, request)
         return ForkedProcess(request["args"], pid, connection, files)  # type: ignore[arg-type]
@@ -287,6 +290,8 @@ def _command(request: dict[str, Any], received: Sequence[int] = ()) -> None:
     try:
         os.setsid()
         _take_fds(request, received)
+        if not request.get("forks_ranks", True):
+            sys.modules["trainyard.launch.launcher"].subprocess = subprocess  # type: ignore[attr-defined]
         if request.get("memory_bytes"):
             resource.setrlimit(resource.RLIMIT_DATA, (request["memory_bytes"],) * 2)
         for name, number, flags in (
