@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.configs import tiny_config
 from tests.support.forkserver import ForkServer
@@ -130,6 +131,7 @@ def test_a_pipeline_records_its_micro_batches(cli: ForkServer, tmp_path: Path, s
 
 @pytest.mark.nightly
 def test_compilation_is_recorded(tmp_path: Path) -> None:
+    torch.compiler.reset()  # the same blocks may be compiled by an earlier test
     directory, _ = run(tmp_path, "run", compile={"enabled": True})
     spans = read_spans(span_path(directory, 0), 0)
     assert spans
