@@ -315,6 +315,9 @@ def test_linear_wrapper_trains_resumes_and_is_counted(tmp_path: Path) -> None:
     assert [name for name in names if ".0." in name] == ["layers.0.mlp.gate_up.scale", "layers.0.mlp.down.scale"]
     model, added = config.model, config.model.layers * (2 * config.model.ffn_size + config.model.hidden)
     assert blueprint_of(model).parameter_count() == family_of(model).blueprint(model).parameter_count() + added
+    run = PlannedRun(config, trainer.layout, devices.DEVICES.find("cpu"))
+    planned, laid_out = OptimizerMemory(run, trainer.layout.stages_on(0)).flat, trainer.optimizer.state.flat
+    assert (planned.spans, planned.size) == (laid_out.spans, laid_out.size)
     summary = trainer.run()
     trained = dict(trainer.model.named_parameters())
     assert all(not torch.equal(trained[name], torch.full_like(trained[name], 0.9)) for name in names)
