@@ -154,16 +154,16 @@ class Evaluator:
             keys["data"] |= {"seq_len": seq_len} | ({"max_predictions": max_predictions} if max_predictions else {})
             config = parse(keys)
             Layout.from_config(config, self.world.size)  # its rules depend on seq_len
-            section, dtype = self.config.train, DTYPES[self.config.precision.compute_dtype]
             options = MicroBatchOptions(
-                section.micro_batch,
+                config.train.micro_batch,
                 seq_len,
-                dtype,
+                config.model.hidden,
+                DTYPES[config.precision.compute_dtype],
                 self.padding_free,
                 config.compile.cuda_graphs,
                 config.device.attention,
             )
-            self._runners[shape] = MicroBatchRunner(self.models, config.model.hidden, self.context, options)
+            self._runners[shape] = MicroBatchRunner(self.models, self.context, options)
         for model in self.models:
             model.max_seq_len = seq_len
         return self._runners[shape]

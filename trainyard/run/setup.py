@@ -127,12 +127,13 @@ class TrainSetup:
         micro_batches = MicroBatchOptions(
             config.train.micro_batch,
             config.data.seq_len,
+            config.model.hidden,
             state.compute_dtype,
             padding_free,
             config.compile.cuda_graphs,
             config.device.attention,
         )
-        self.runner = MicroBatchRunner(self.models, config.model.hidden, context, micro_batches, self.spans)
+        self.runner = MicroBatchRunner(self.models, context, micro_batches, self.spans)
         on_gradients_ready = partial(self.notify, "on_gradients_ready")
         self.train_step = TrainStep(
             self.runner, self.loss_fn, self.optimizer, config.train.seed, on_gradients_ready, stopwatch, waiting

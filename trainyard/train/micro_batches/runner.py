@@ -27,6 +27,8 @@ class MicroBatchOptions(NamedTuple):
 
     samples: int
     seq_len: int
+    hidden: int
+    """Width of the activations between stages."""
     dtype: torch.dtype
     """Of activations."""
     padding_free: bool
@@ -43,12 +45,11 @@ class MicroBatchRunner:
     def __init__(
         self,
         models: Sequence[TransformerStage],
-        hidden: int,
         context: RankContext,
         options: MicroBatchOptions,
         spans: SpanRecorder | None = None,
     ) -> None:
-        """`hidden` is the width of the activations between stages. `spans` records forward and backward."""
+        """`spans` records forward and backward."""
         self.models, self.vocab_size = models, models[0].vocab_size
         self.micro_batch, self.attention_kernel = options.samples, options.attention_kernel
         self.device, self.mesh = context.device, context.mesh
@@ -63,8 +64,7 @@ class MicroBatchRunner:
         self.rng_key: Tensor
         self.loss_fn: MicroBatchLoss
         """Inputs of the current step, which torch's pipelining cannot pass to the stages."""
-        has_pipeline = self.mesh.layout.pp > 1
-        self.pipeline = self._build_pipeline(options.seq_len, hidden, options.dtype) if has_pipeline else None
+        self.pipeline = self._build_pipeline(options) if self.mesh.layout.pp > 1 else None
 
     def stage_batch(self, batch: Batch) -> list[Batch]:
         """Do all host work for a batch: divide it as it will be copied to the device, in pinned memory. Safe to call
@@ -134,14 +134,14 @@ class MicroBatchRunner:
             for model, training in zip(self.models, was_training, strict=True):
                 model.train(training)
 
-    def _build_pipeline(self, seq_len: int, hidden: int, dtype: torch.dtype) -> "Pipeline":
+    def _build_pipeline(self, options: MicroBatchOptions) -> "Pipeline":
         from trainyard.parallel import pipeline
 
         layout = self.mesh.layout
-        seq_len //= layout.cp
+        seq_len = options.seq_len // layout.cp
         local_seq_len = seq_len // (layout.tp if layout.sequence_parallel else 1)
-        tokens = torch.empty(self.micro_batch, seq_len, dtype=torch.int32, device="meta")
-        activations = torch.empty(self.micro_batch, local_seq_len, hidden, dtype=dtype, device="meta")
+        tokens = torch.empty(options.samples, seq_len, dtype=torch.int32, device="meta")
+        activations = torch.empty(options.samples, local_seq_len, options.hidden, dtype=options.dtype, device="meta")
         activations.requires_grad_()  # the pipeline sends gradients back only for such inputs
         modules = [_StageModule(model, self) for model in self.models]
         device = self.device.torch_device
