@@ -69,6 +69,12 @@ class ParamSpec:
     this much against its sign, and neither the gradient norm nor the update rule sees it."""
     layers: frozenset[int] | None = None
     """The layers whose blocks have it; None: all. `parse_layers` reads them from text."""
+    trained: bool = True
+    """False: the parameter keeps its values, and has no gradient, optimizer state or fp32 master weight."""
+    lr_scale: float = 1.0
+    """Its learning rate as a multiple of the run's."""
+    norms_of: str = ""
+    """The weight whose row norms are the initial values of this vector; empty: `init_std` and `init_value` are used."""
 
     def holds_for(self, layer: int | None) -> bool:
         """True if the block of this layer has the parameter."""
