@@ -179,7 +179,7 @@ class Blueprint:
         spec, tp = self.spec(name), shard.tp
         parts = spec.local_parts(shard)
         if spec.tp_dim is None:
-            return [tp]
+            return [tp] * max(len(parts), 1)
         if spec.tp_dim > 0:
             return [replication_factor(spec.shape[spec.tp_dim], tp)] * max(len(parts), 1)
         return [replication_factor(part.units, tp) for part in parts] or [1]

@@ -1,0 +1,154 @@
+"""LoRA: low-rank updates of linear layers, trained while the model itself stays as it is.
+
+A layer y = x W^T becomes y = x W^T + s (x A^T) B^T. A layer whose weight is fused of several parts (q, k and v) has one
+A and one B for each part, as the modules of Hugging Face's PEFT: with a single A for all parts, their adapters could
+not be read without averaging them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict, model_validator
+
+from trainyard.core.errors import UserError
+from trainyard.core.section import ONE_OR_MORE, PositiveInt, Section
+from trainyard.core.user_code import nearest_name
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.families.linear_wrapper import LinearWrapper
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraKeys(Section):
+    """Train low-rank adapters of the linear layers and keep the weights of the model as they are."""
+
+    rank: PositiveInt = 16
+    """Rank of the update of each matrix."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is multiplied by alpha / rank."""
+    rank_stabilized: bool = False
+    """Multiply the update by alpha / sqrt(rank) instead (rsLoRA)."""
+    targets: Annotated[tuple[str, ...], Strict(False), ONE_OR_MORE, Field(min_length=1)] = (ALL_LINEAR,)
+    """The layers with an adapter: all-linear, or the last parts of their names in the parameter table, such as
+    [q, v]. Matrices of experts and routers have none."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability with which an element of an adapter's input is dropped."""
+    dora: bool = False
+    """Also train the norm of each row of the updated matrix (DoRA)."""
+    lr_ratio: float = Field(1.0, gt=0)
+    """Learning rate of B as a multiple of optimizer.lr (LoRA+)."""
+    train: Annotated[tuple[Literal["embedding", "norms", "head"], ...], Strict(False), ONE_OR_MORE] = ()
+    """Parameters of the model to train as they are, besides the adapters: embedding, norms, head."""
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> "LoraKeys":
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise ValueError(f"targets={list(self.targets)}: {ALL_LINEAR} includes the others; nearest: {ALL_LINEAR}")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """What the update is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+
+class Lora(LinearWrapper):
+    """The adapters of linear layers."""
+
+    keys = LoraKeys
+    module = "trainyard.models.lora:LoraLinear"
+
+    def specs(self, options: Any, weight: ParamSpec) -> Sequence[ParamSpec]:
+        parts = adapted_parts(options, weight)
+        if not parts:
+            return ()
+        rank, base = options.rank, weight.name.removesuffix("weight")
+        rows, columns = sum(part.size for part in parts), weight.shape[1]
+
+        def renamed(suffix: str, size: int | None = None) -> tuple[FusedPart, ...]:
+            names = (part.name.removesuffix("weight") + suffix for part in parts)
+            return tuple(
+                FusedPart(name, size or part.size, size or part.units) for name, part in zip(names, parts, strict=True)
+            )
+
+        # A column-parallel layer splits B and the norms by rows. Its A is whole on each rank, whose rows of B give it
+        # a part of its gradient. A row-parallel layer splits A by columns, and each rank has a part of the gradient of
+        # the rest: the matmul with B comes before the sum over ranks.
+        is_column_parallel = weight.tp_dim == 0
+        is_fused = bool(weight.fused_parts)
+        split: dict[str, Any] = {"tp_gradient": "partial"}
+        if is_column_parallel:
+            split = {"tp_dim": 0}
+        a_split: dict[str, Any] = {"tp_gradient": "partial"} if is_column_parallel else {"tp_dim": 1}
+        added = [
+            ParamSpec(
+                f"{base}lora_A",
+                (rank * len(parts), columns),
+                fused_parts=renamed("lora_A", rank) if is_fused else (),
+                init_std=(3 * columns) ** -0.5,  # that of PEFT's uniform values
+                flops_tokens=weight.flops_tokens,
+                **a_split,
+            ),
+            ParamSpec(
+                f"{base}lora_B",
+                (rows, rank),
+                fused_parts=renamed("lora_B") if is_fused else (),
+                init_std=0.0,  # a matrix, with weight decay; its values are 0
+                flops_tokens=weight.flops_tokens,
+                lr_scale=options.lr_ratio,
+                **split,
+            ),
+        ]
+        if options.dora:
+            magnitudes = renamed("lora_magnitude") if is_fused else ()
+            norms = ParamSpec(f"{base}lora_magnitude", (rows,), fused_parts=magnitudes, norms_of=weight.name, **split)
+            added.append(norms)
+        return added
+
+    def extend(self, blueprint: Blueprint, options: Any) -> Blueprint:
+        """The blueprint with adapters. Of the other parameters, only those that `train` names are trained."""
+        adapted = super().extend(blueprint, options)
+        known = sorted({layer_name(part) for spec in blueprint.specs if spec.is_linear for part in parts_of(spec)})
+        for target in () if ALL_LINEAR in options.targets else options.targets:
+            if target not in known:
+                choices = (ALL_LINEAR, *known)
+                raise UserError(f"lora.targets={target}: not one of {', '.join(choices)}{nearest_name(target, choices)}")
+
+        own = set(blueprint.specs)
+
+        def rows() -> Iterator[ParamSpec]:
+            for spec in adapted.specs:
+                is_frozen = spec in own and parameter_group(spec) not in options.train
+                # A frozen router keeps its bias, too.
+                yield replace(spec, trained=False, load_step=0.0) if is_frozen else spec
+
+        return replace(adapted, specs=tuple(rows()))
+
+
+def parts_of(weight: ParamSpec) -> tuple[FusedPart, ...]:
+    """The parts of a weight; a weight that is not fused is its only part."""
+    return weight.fused_parts or (FusedPart(weight.name, weight.shape[0], weight.shape[0]),)
+
+
+def adapted_parts(options: LoraKeys, weight: ParamSpec) -> tuple[FusedPart, ...]:
+    """The parts of the weight of a linear layer that have an adapter."""
+    targets = options.targets
+    return tuple(part for part in parts_of(weight) if ALL_LINEAR in targets or layer_name(part) in targets)
+
+
+def layer_name(part: FusedPart) -> str:
+    """`layers.*.attention.q.weight` -> `q`."""
+    return part.name.split(".")[-2]
+
+
+def parameter_group(spec: ParamSpec) -> str:
+    """What `lora.train` calls a parameter: embedding, head or norms; empty for all others."""
+    if any(word.endswith("norm") for word in spec.name.split(".")):
+        return "norms"
+    if "*" in spec.name:
+        return ""
+    return "head" if spec.pipeline_stage == "last" else "embedding"
+
+
+WRAPPER = Lora()
