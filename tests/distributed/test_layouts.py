@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import configs
+from tests.support.frozen_linear import frozen
 from tests.support.hf_reference import LLAMA_LIKE, hf_reference
 from tests.support.pool import Pool, RankFailed
 from tests.support.scaled_linear import scaled
@@ -237,6 +238,34 @@ CASES = [
     deep_case(4, {"cp": 2, "pp": 2}, scaled(LLAMA), "scaled"),
     deep_case(2, {"zero": 3}, scaled(GPT), "scaled", recompute={"kind": "full"}),
     deep_case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, scaled(MIXED), "scaled", optimizer={"kind": "muon"}),
+    # weights that are not trained, and some with a learning rate of their own
+    case(2, {"zero": 1}, frozen(LLAMA, lr_scale=2.0), "frozen", precision={"kind": "bf16"}),
+    deep_case(2, {}, frozen(LLAMA), "frozen"),
+    deep_case(2, {"zero": 1}, frozen(LLAMA, lr_scale=2.0), "frozen"),
+    deep_case(3, {"zero": 2}, frozen(GPT), "frozen", train={"global_batch": 6}),
+    case(3, {"zero": 3}, frozen(GPT, lr_scale=2.0), "frozen", train={"global_batch": 6}),
+    case(2, {"zero": 3}, frozen(LLAMA), "frozen-bf16", precision={"kind": "bf16"}),
+    case(2, {"tp": 2, **SP}, frozen(LLAMA), "frozen"),
+    deep_case(2, {"tp": 2}, frozen(BERT), "frozen"),
+    deep_case(2, {"cp": 2}, frozen(LLAMA, pattern="embedding|norm|mlp"), "frozen"),
+    deep_case(2, {"pp": 2}, frozen(LLAMA, lr_scale=2.0), "frozen"),
+    case(2, {"pp": 2}, frozen(GPT, pattern="embedding|layers"), "frozen-first-stage"),
+    case(2, {"pp": 2, "pipeline_cuts": (0,)}, frozen(LLAMA, pattern="layers|output|norm"), "frozen-last-stage"),
+    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, frozen(LLAMA), "frozen"),
+    deep_case(
+        2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, frozen(GPT, pattern="embedding|layers"), "frozen-first"
+    ),
+    deep_case(4, {"pp": 2, "vpp": 2, "pipeline_schedule": "zbv", "zero": 1}, frozen(GPT), "frozen"),
+    deep_case(4, {"pp": 2, "zero": 3}, frozen(LLAMA, pattern="embedding|layers"), "frozen-first-stage"),
+    deep_case(4, {"pp": 2, "zero": 1}, frozen(LLAMA, pattern="embedding|layers"), "frozen-first-stage"),
+    deep_case(4, {"pp": 2, "tp": 2}, frozen(LLAMA, pattern="embedding|layers"), "frozen-first-stage"),
+    deep_case(2, {"tp": 2, **SP}, frozen(LLAMA), "frozen-full", recompute={"kind": "full"}),
+    deep_case(4, {"ep": 2, "zero": 1}, frozen(MOE), "frozen"),
+    deep_case(4, {"ep": 2, "zero": 3}, frozen(MOE, pattern="experts"), "frozen-experts"),
+    deep_case(4, {"tp": 2, "zero": 1}, frozen(LLAMA, lr_scale=3.0), "frozen-muon", optimizer={"kind": "muon"}),
+    deep_case(4, {"tp": 2, "zero": 1}, frozen(LLAMA, lr_scale=3.0), "frozen-lamb", optimizer={"kind": "lamb"}),
+    deep_case(4, {"pp": 2, "zero": 1}, frozen(LLAMA, lr_scale=3.0), "frozen-user-code", **USER_CODE),
+    deep_case(4, {"tp": 2, "zero": 1}, frozen(BERT, lr_scale=3.0), "frozen-bf16_sr", precision={"kind": "bf16_sr"}),
     # layers of several kinds
     case(2, {"tp": 2, **SP}, MIXED),
     deep_case(2, {"cp": 2}, MIXED),

@@ -4,7 +4,7 @@ Any rank can compute what any other rank holds, so planning a checkpoint needs n
 own file and knows the contents of all files. Slices refer to unfused tensors, which are the same at every layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trainyard.core.splits import ModelShard, shard_rows
@@ -46,15 +46,17 @@ def rank_slices(
         start += piece.sizes[0]
 
 
-def owned_slices(blueprint: Blueprint, layout: Layout, rank: int) -> list[LocalSlice]:
-    """The slices that global rank `rank` writes to its file.
+def owned_slices(
+    blueprint: Blueprint, layout: Layout, rank: int, names: Iterable[str] | None = None
+) -> list[LocalSlice]:
+    """The slices of all parameters, or of `names`, that global rank `rank` writes to its file.
 
     Data-parallel ranks divide the rows among themselves, whether or not each of them holds all rows. Every element of
     the model is in exactly one file.
     """
     pp_rank, model_shard = layout.coords(rank)["pp"], layout.model_shard(rank)
     out: list[LocalSlice] = []
-    for name in blueprint.parameter_names():
+    for name in blueprint.parameter_names() if names is None else names:
         if pipeline_owner(blueprint, layout, name) == pp_rank:
             num_rows = blueprint.local_shape(name, model_shard)[0]
             rows = shard_rows(num_rows, *layout.data_shard(rank, bool(blueprint.spec(name).experts)))

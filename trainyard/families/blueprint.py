@@ -192,6 +192,14 @@ class Blueprint:
         slices = self.local_slices(name, shard)
         return (sum(piece.sizes[0] for piece in slices), *slices[0].sizes[1:])
 
+    def is_trained(self, name: str) -> bool:
+        return self.spec(name).trained
+
+    @property
+    def trained_count(self) -> int:
+        """Number of weights in the full model that are trained."""
+        return self.parameter_count(lambda spec: spec.trained)
+
     def parameter_count(self, included: Callable[[ParamSpec], bool] = lambda spec: True) -> int:
         """Number of weights in the full model, or in those of its parameters that are `included`."""
         return sum(prod(spec.shape) * self.copies(spec) for spec in self.specs if included(spec))

@@ -73,7 +73,7 @@ def record_training(config: Config, steps: int) -> VerifyRecord:
     trainer = Trainer(config, callbacks=[GradientRecorder()])
     for model in trainer.models:
         model.train()
-    record.initial_weights = _gather(trainer, trainer.optimizer.state.master_weights)
+    record.initial_weights = _gather(trainer, None)
     for step in range(1, steps + 1):
         batch = trainer.loader.batch(step - 1, trainer.batch_slice)
         record.batches.append(_global_batch(trainer, batch))
@@ -81,13 +81,13 @@ def record_training(config: Config, steps: int) -> VerifyRecord:
         record.losses.append(float(result.loss))
         record.grad_norms.append(float(result.grad_norm))
     trainer.optimizer.wait_for_weights()
-    record.final_weights = _gather(trainer, trainer.optimizer.state.master_weights)
+    record.final_weights = _gather(trainer, None)
     return record
 
 
-def _gather(trainer: Trainer, buffer: Tensor) -> Tensors:
-    """The full tensors of a state buffer on rank 0, nothing on other ranks."""
-    tensors = gather_full_buffer(trainer.optimizer.state, trainer.blueprint, trainer.mesh, buffer.detach())
+def _gather(trainer: Trainer, buffer: Tensor | None) -> Tensors:
+    """The full tensors of a state buffer, or (None) all weights, on rank 0; nothing on other ranks."""
+    tensors = gather_full_buffer(trainer.optimizer.state, trainer.blueprint, trainer.mesh, buffer)
     return {name: tensor.cpu() for name, tensor in tensors.items()} if trainer.mesh.layout_rank == 0 else {}
 
 

@@ -1,12 +1,16 @@
 """The memory of one rank's training state: every parameter in a few flat buffers.
 
-All parameters of a rank are views of one buffer, and so are their gradients: clipping, the update and the copy to the
-compute dtype are then a few long passes over memory instead of many short ones. fp32 master weights and optimizer
-moments are flat too; under ZeRO they and the reduced gradients cover this rank's shard only.
+All trained parameters of a rank are views of one buffer, and so are their gradients: clipping, the update and the copy
+to the compute dtype are then a few long passes over memory instead of many short ones. fp32 master weights and
+optimizer moments are flat too; under ZeRO they and the reduced gradients cover this rank's shard only.
+
+Parameters that are not trained lie in a buffer of their own, in the compute dtype, and have nothing else.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +18,7 @@ from torch import Tensor
 from trainyard.config.schema import PrecisionSection
 from trainyard.families.blueprint import ParamSpec
 from trainyard.models import ParameterValues, TransformerStage
-from trainyard.parallel.flat_buffer import FlatBuffer
+from trainyard.parallel.flat_buffer import FlatBuffer, ParamSpan
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.rank_context import RankContext
 from trainyard.train.optim.update_rule import UpdateRule
@@ -27,24 +31,56 @@ Shapes = dict[str, tuple[int, ...]]
 """Local shape of every parameter of a rank, by name."""
 
 
+class UpdateSpan(NamedTuple):
+    """Adjacent elements of a shard that are updated alike, in one pass."""
+
+    elements: slice
+    weight_decay: bool
+    lr_scale: float
+
+
 def make_flat_buffer(
     shapes: Shapes, specs: Mapping[str, ParamSpec], layout: Layout, precision: PrecisionSection, rule: UpdateRule
 ) -> FlatBuffer:
-    """The layout of a rank's flat buffers, with gradient buckets of layout.bucket_mib. Under ZeRO, the dp x cp ranks
-    that hold the same parameters shard them; under expert parallelism fewer hold the same experts.
+    """The layout of a rank's flat buffers of trained parameters, with gradient buckets of layout.bucket_mib. Under
+    ZeRO, the dp x cp ranks that hold the same parameters shard them; under expert parallelism fewer hold the same
+    experts.
 
-    Parameters with weight decay come first, then those without. Parameters that lack a state buffer of the rule (the
-    matrices that Muon orthogonalizes have no second moment) come last, so that the buffer ends before them.
+    Parameters with weight decay come first, then those without, and among them those of one learning rate after the
+    other. Parameters that lack a state buffer of the rule (the matrices that Muon orthogonalizes have no second moment)
+    come last, so that the buffer ends before them.
     """
-    groups = {name: 0 if spec.weight_decay else 1 for name, spec in specs.items()}
-    groups |= {name: 2 for name, spec in specs.items() if missing_state(rule, spec)}
-    ordered = [(name, shapes[name]) for name in sorted(groups, key=groups.__getitem__)]
+    trained = {name: spec for name, spec in specs.items() if spec.trained}
+    groups = {name: 0 if spec.weight_decay else 1 for name, spec in trained.items()}
+    groups |= {name: 2 for name, spec in trained.items() if missing_state(rule, spec)}
+    ordered = sorted(groups, key=lambda name: (groups[name], trained[name].lr_scale))
     bucket = layout.bucket_mib * 2**20 // DTYPES[precision.grad_reduce_dtype].itemsize
     sizes = Counter(groups.values())
-    shards = layout.dp * layout.cp if layout.zero else 1
-    experts = [name for name, spec in specs.items() if spec.experts and layout.ep > 1]
-    expert_shards = dict.fromkeys(experts, shards // layout.ep if layout.zero else 1)
-    return FlatBuffer(ordered, sizes[0], shards, bucket, sizes[1], expert_shards)
+    return _sharded_buffer(ordered, shapes, specs, layout, bool(layout.zero), bucket, sizes[0], sizes[1])
+
+
+def make_frozen_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], layout: Layout) -> FlatBuffer:
+    """The layout of a rank's buffer of parameters that are not trained. ZeRO-2 and 3 shard it, as they shard the
+    weights that a rank computes with."""
+    names = [name for name, spec in specs.items() if not spec.trained]
+    return _sharded_buffer(names, shapes, specs, layout, layout.zero >= 2, 0, len(names), 0)
+
+
+def _sharded_buffer(
+    names: Sequence[str],
+    shapes: Shapes,
+    specs: Mapping[str, ParamSpec],
+    layout: Layout,
+    sharded: bool,
+    bucket_elements: int,
+    num_decayed: int,
+    num_undecayed: int,
+) -> FlatBuffer:
+    shards = layout.dp * layout.cp if sharded else 1
+    experts = [name for name in names if specs[name].experts and layout.ep > 1]
+    expert_shards = dict.fromkeys(experts, shards // layout.ep if sharded else 1)
+    ordered = [(name, shapes[name]) for name in names]
+    return FlatBuffer(ordered, num_decayed, shards, bucket_elements, num_undecayed, expert_shards)
 
 
 def local_shapes(models: Sequence[TransformerStage]) -> Shapes:
@@ -72,6 +108,9 @@ class FlatState:
         specs = {name: context.blueprint.spec(name) for name in shapes}
         self.flat = make_flat_buffer(shapes, specs, self.mesh.layout, precision, rule)
         self.names = list(self.flat.spans)
+        """The trained parameters."""
+        self.frozen_flat = make_frozen_buffer(shapes, specs, self.mesh.layout)
+        self.frozen_names = list(self.frozen_flat.spans)
         self.stochastic_rounding = precision.kind == "bf16_sr"
         self.compute_dtype = DTYPES[precision.compute_dtype]
         self.reduce_dtype = DTYPES[precision.grad_reduce_dtype]
@@ -82,14 +121,20 @@ class FlatState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         size, shard_size = self.flat.size, self.flat.shard_size
-        self.partial = set[str]().union(*(missing_state(rule, spec) for spec in specs.values()))
+        trained = {name: specs[name] for name in self.names}
+        self.update_spans = [*_update_spans(self.flat, trained)]
+        """All elements of a shard, for rules that work element by element."""
+        self.partial = set[str]().union(*(missing_state(rule, spec) for spec in trained.values()))
         """State buffers that the last parameters lack."""
         sizes = dict.fromkeys(self.partial, self.flat.shard_undecayed_end)
         self.buffers = {name: zeros(sizes.get(name, shard_size), torch.float32) for name in rule.state_names}
         """State of the update rule by name."""
+        frozen_size = self.frozen_flat.size if self.zero_stage < 2 else self.frozen_flat.shard_size
+        self.frozen_weights = zeros(frozen_size, self.compute_dtype)
+        """Weights that are not trained: all that this rank computes with, or its shard of them under ZeRO-2 and 3."""
         if self.zero_stage < 2:
             self.weights = zeros(size, self.compute_dtype)
-            """What the model computes with."""
+            """What the model computes with, as far as it is trained."""
             shared = not self.zero_stage and master_dtype == self.compute_dtype
             self.master_weights = self.weights if shared else zeros(shard_size, master_dtype)
             self.gradients = zeros(size, grad_dtype)
@@ -117,14 +162,37 @@ class FlatState:
 
     def shard_view(self, buffer: Tensor, name: str) -> Tensor:
         """This rank's shard of a parameter (without ZeRO, all of it) in a buffer of shard size."""
-        return self.flat.shard_view(buffer, name, self._shard_index(name))
+        return self._flat_of(name).shard_view(buffer, name, self._shard_index(name))
 
     def shard_row_range(self, name: str) -> range:
         """The rows of a parameter in this rank's shard."""
-        return self.flat.shard_row_range(name, self._shard_index(name))
+        return self._flat_of(name).shard_row_range(name, self._shard_index(name))
+
+    def span(self, name: str) -> ParamSpan:
+        """Where any parameter lies, in the buffers of trained ones or in that of the others."""
+        return self._flat_of(name).spans[name]
+
+    def compute_view(self, name: str) -> Tensor:
+        """A parameter as the model computes with it; under ZeRO-2 and 3 this rank's shard of it."""
+        if self.zero_stage >= 2:
+            return self.weight_shard(name)
+        flat = self._flat_of(name)
+        return flat.view(self.weights if flat is self.flat else self.frozen_weights, name)
+
+    def weight_shard(self, name: str) -> Tensor:
+        """This rank's shard of the weights of a parameter, the master weights if it is trained."""
+        return self.shard_view(self.weight_buffer(name), name)
+
+    def weight_buffer(self, name: str) -> Tensor:
+        """The buffer of `weight_shard`."""
+        return self.master_weights if name in self.flat.spans else self.frozen_weights
+
+    def _flat_of(self, name: str) -> FlatBuffer:
+        return self.flat if name in self.flat.spans else self.frozen_flat
 
     def _shard_index(self, name: str) -> int:
-        return self.mesh.data_group(self.flat.spans[name].of_experts).rank if self.zero_stage else 0
+        span = self.span(name)
+        return self.mesh.data_group(span.of_experts).rank if span.num_shards > 1 else 0
 
     def has(self, name: str, state: str) -> bool:
         """True if a parameter has a value in this state buffer, named as in checkpoints or not."""
@@ -137,9 +205,24 @@ class FlatState:
 
     def load_values(self, values: ParameterValues) -> None:
         """Set the weights and master weights from the values of local parameters."""
-        for name in self.names:
+        for name in (*self.names, *self.frozen_names):
             value = values(name)
             rows = self.shard_row_range(name)
-            self.shard_view(self.master_weights, name).copy_(value[rows.start : rows.stop])
+            self.weight_shard(name).copy_(value[rows.start : rows.stop])
             if self.zero_stage < 2:
-                self.flat.view(self.weights, name).copy_(value)
+                self.compute_view(name).copy_(value)
+
+
+def _update_spans(flat: FlatBuffer, specs: Mapping[str, ParamSpec]) -> Iterator[UpdateSpan]:
+    """One span for each run of parameters with the same weight decay and learning rate. The elements that end a shard
+    after its last parameter belong to none of them."""
+    spans = list(flat.spans.values())
+    ends = [*(span.shard_start for span in spans[1:]), flat.shard_size]
+
+    def kind(index: int) -> tuple[bool, bool, float]:
+        spec = specs[spans[index].name]
+        return spans[index].shard_start >= flat.shard_undecayed_end, spec.weight_decay, spec.lr_scale
+
+    for (_, weight_decay, lr_scale), group in groupby(range(len(spans)), kind):
+        members = list(group)
+        yield UpdateSpan(slice(spans[members[0]].shard_start, ends[members[-1]]), weight_decay, lr_scale)

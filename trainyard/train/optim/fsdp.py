@@ -26,7 +26,7 @@ class FsdpStage:
     def __init__(self, model: TransformerStage, state: FlatState, device: Device) -> None:
         """Wrap each block and then the model, whose parameters have no memory yet, and give them their memory."""
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        experts = {parameter for name, parameter in model.named_parameters() if state.flat.spans[name].of_experts}
+        experts = {parameter for name, parameter in model.named_parameters() if state.span(name).of_experts}
         meshes = {
             of_experts: _device_mesh(state.mesh.data_group(of_experts), device) for of_experts in {False, bool(experts)}
         }
@@ -43,15 +43,20 @@ class FsdpStage:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # sum gradients, never average
                 module.set_force_sum_reduction_for_comms(True)
-        self.weights, self.grad_buffers = (
-            {name: state.shard_view(buffer, name) for name in shapes}
-            for buffer in (state.master_weights, state.reduced_grads)
-        )
 
         def as_dtensor(local: Tensor, name: str) -> DTensor:
-            return _as_dtensor(local, shapes[name], meshes[state.flat.spans[name].of_experts])
+            return _as_dtensor(local, shapes[name], meshes[state.span(name).of_experts])
 
-        self.parameters = assign_parameters(model, lambda name: as_dtensor(self.weights[name], name))
+        # Weights that are not trained have the compute dtype, others are fp32: torch wants one dtype only of those that
+        # have gradients.
+        bound = assign_parameters(model, lambda name: as_dtensor(state.weight_shard(name), name))
+        for name in shapes.keys() - state.flat.spans.keys():
+            bound[name].requires_grad_(False)
+        self.parameters = {name: parameter for name, parameter in bound.items() if parameter.requires_grad}
+        self.weights, self.grad_buffers = (
+            {name: state.shard_view(buffer, name) for name in self.parameters}
+            for buffer in (state.master_weights, state.reduced_grads)
+        )
         self.gradients = {name: as_dtensor(gradient, name) for name, gradient in self.grad_buffers.items()}
         for name, parameter in self.parameters.items():
             parameter.grad = self.gradients[name]

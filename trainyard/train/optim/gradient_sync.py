@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # importing torch's fully_shard takes a second, which only Ze
 
 class GradientSync:
     """ZeRO-0 and 1: parameters are views of the flat buffers, gradients are reduced in buckets during backward.
-    ZeRO-2 and 3: torch's fully_shard gathers weights and reduces gradients, its shards are views of the flat state."""
+    ZeRO-2 and 3: torch's fully_shard gathers weights and reduces gradients, its shards are views of the flat state.
+    Parameters that are not trained are bound as well, and take part in nothing else."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class GradientSync:
         self.gradient_reducer: GradientReducer | None = None
         self.weight_gatherer: WeightGatherer | None = None
         self.parameters: dict[str, nn.Parameter] = {}
-        """Parameters that are views of the flat weights; empty under FSDP."""
+        """Trained parameters that are views of the flat weights; empty under FSDP."""
         self.fsdp_stages: list[FsdpStage] = []
         if state.zero_stage >= 2:
             from trainyard.train.optim import fsdp
@@ -86,14 +87,17 @@ class GradientSync:
             self.weight_gatherer.wait_all()
 
     def _bind_parameters(self, models: Sequence[TransformerStage], wgrad_buffers: dict[Tensor, Tensor] | None) -> None:
-        flat, weights, gradients = self.state.flat, self.state.weights, self.state.gradients
+        bound: dict[str, nn.Parameter] = {}
         for model in models:
             # `.data`: weights of later blocks arrive while earlier ones run, which autograd must not see as a
             # modification of a saved tensor. A parameter that two stages share is bound once.
-            self.parameters |= assign_parameters(model, lambda name: flat.view(weights, name).data, self.parameters)
+            bound |= assign_parameters(model, lambda name: self.state.compute_view(name).data, bound)
+        for name in self.state.frozen_names:
+            bound[name].requires_grad_(False)
         for name in self.state.names:
+            self.parameters[name] = bound[name]
             on_grad_ready = partial(self.gradient_reducer.on_grad_ready, name) if self.gradient_reducer else None
-            gradient = flat.view(gradients, name)
+            gradient = self.state.flat.view(self.state.gradients, name)
             accumulate_into(self.parameters[name], gradient, on_grad_ready)
             if wgrad_buffers is not None:
                 wgrad_buffers[self.parameters[name]] = gradient

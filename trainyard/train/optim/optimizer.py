@@ -72,7 +72,7 @@ class Optimizer:
         self._update_fences.append(fence)
 
     def weight_norm(self) -> Tensor:
-        """The 2-norm of all weights of the full model."""
+        """The 2-norm of all trained weights of the full model."""
         return self.replica_sync.global_norm(self.replica_sync.squared_norms(self.state.master_weights))
 
     @torch.no_grad()

@@ -33,23 +33,25 @@ class AdamWUpdate:
         if scalars.rounding_key is None:
             self._update_flat(scalars)
             return
-        packed = scalars.packed()
+        scaled = {span.lr_scale: scalars.at_lr_scale(span.lr_scale) for span in self.state.update_spans}
+        packed = {lr_scale: each.packed() for lr_scale, each in scaled.items()}
         for name in self.state.names:
             if self.state.has(name, "exp_avg_sq"):
-                self._update_with_rounding(name, scalars, packed, scalars.rounding_key)
+                lr_scale = self.context.lr_scale(name)
+                self._update_with_rounding(name, scaled[lr_scale], packed[lr_scale], scalars.rounding_key)
 
-    def _update_flat(self, scalars: StepScalars) -> None:
+    def _update_flat(self, step_scalars: StepScalars) -> None:
         c, state = self.config, self.state
-        decay_end, end = state.flat.shard_decay_end, state.flat.shard_undecayed_end
         buffers = (
             state.weights if state.copies_weights else state.master_weights,
             *(state.master_weights, state.reduced_grads, state.exp_avg, state.exp_avg_sq),
         )
-        for span, decay in ((slice(decay_end), c.weight_decay), (slice(decay_end, end), 0.0)):
-            weight, master, gradient, exp_avg, exp_avg_sq = (buffer[span] for buffer in buffers)
-            moments, constants = (exp_avg, exp_avg_sq), (decay, c.beta1, c.beta2, c.eps)
-            if not len(weight):
+        for span in state.update_spans:
+            if span.elements.start >= state.flat.shard_undecayed_end:  # without a second moment
                 continue
+            weight, master, gradient, exp_avg, exp_avg_sq = (buffer[span.elements] for buffer in buffers)
+            decay, scalars = c.weight_decay * span.weight_decay, step_scalars.at_lr_scale(span.lr_scale)
+            moments, constants = (exp_avg, exp_avg_sq), (decay, c.beta1, c.beta2, c.eps)
             if self._fused:
                 self._fused(weight, master, gradient, *moments, scalars.packed(), *constants)
             # torch's kernel is also one pass, but supports neither bf16 gradients nor the copy to bf16 weights.

@@ -31,6 +31,10 @@ class StepScalars(NamedTuple):
     rounding_key: Tensor | None
     """Random key of this step's stochastic rounding; None with fp32 master weights."""
 
+    def at_lr_scale(self, lr_scale: float) -> "StepScalars":
+        """The inputs of parameters with this multiple of the learning rate."""
+        return self if lr_scale == 1.0 else self._replace(lr=self.lr * lr_scale)
+
     def packed(self) -> Tensor:
         """The [5] tensor that fused kernels read: lr, grad_scale, the two bias corrections, finite."""
         return torch.cat((torch.stack((self.lr, self.grad_scale)), self.correction, self.finite.float()[None]))
@@ -53,6 +57,9 @@ class UpdateContext:
 
     def weight_decay(self, name: str) -> float:
         return self.config.weight_decay if self.blueprint.spec(name).weight_decay else 0.0
+
+    def lr_scale(self, name: str) -> float:
+        return self.blueprint.spec(name).lr_scale
 
     def store_weights(self, name: str, value: Tensor, scalars: StepScalars) -> None:
         """Write new fp32 values of this rank's shard to the master weights, with stochastic rounding where they are

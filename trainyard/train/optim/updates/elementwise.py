@@ -25,22 +25,24 @@ class ElementwiseUpdate:
     def update(self, scalars: StepScalars) -> None:
         if scalars.rounding_key is not None:
             for name in self.state.names:
+                scaled = scalars.at_lr_scale(self.context.lr_scale(name))
                 for part in self.context.rounding_ranges[name]:
                     bits = part.row_bits(scalars.rounding_key)
-                    self._update_rounded(part, bits, self._buffers(part), scalars, self.context.weight_decay(name))
+                    self._update_rounded(part, bits, self._buffers(part), scaled, self.context.weight_decay(name))
             return
         state = self.state
         weights = state.weights if state.copies_weights else state.master_weights
-        for span, decay in self._spans():
+        for span, decay, lr_scale in self._spans():
             buffers = tuple(buffer[span] for buffer in state.buffers.values())
-            self._update(weights[span], state.master_weights[span], state.reduced_grads[span], buffers, scalars, decay)
+            inputs = weights[span], state.master_weights[span], state.reduced_grads[span]
+            self._update(*inputs, buffers, scalars.at_lr_scale(lr_scale), decay)
 
-    def _spans(self) -> Iterator[tuple[slice, float]]:
-        """Parts of the shard, each with its weight decay."""
-        decay_end, end = self.state.flat.shard_decay_end, self.state.flat.shard_size
-        for start, stop, decay in ((0, decay_end, self.context.config.weight_decay), (decay_end, end, 0.0)):
-            for first in range(start, stop, self._chunk or 1):
-                yield slice(first, min(first + self._chunk, stop)), decay
+    def _spans(self) -> Iterator[tuple[slice, float, float]]:
+        """Parts of the shard, each with its weight decay and its multiple of the learning rate."""
+        for elements, decays, lr_scale in self.state.update_spans:
+            for first in range(elements.start, elements.stop, self._chunk):
+                part = slice(first, min(first + self._chunk, elements.stop))
+                yield part, self.context.config.weight_decay * decays, lr_scale
 
     def _buffers(self, part: RoundingRange) -> tuple[Tensor, ...]:
         """Gradient and state of a range of bf16 weights."""

@@ -34,7 +34,8 @@ class LambUpdate:
         for index, name in enumerate(state.names):
             old, update = state.shard_view(old_weights, name), state.shard_view(updates, name)
             ratio = ratios[index] if self.context.weight_decay(name) else 1.0
-            new = torch.where(finite, old - scalars.lr * ratio * update, old)
+            lr = scalars.at_lr_scale(self.context.lr_scale(name)).lr
+            new = torch.where(finite, old - lr * ratio * update, old)
             self.context.store_weights(name, new, scalars)
         if state.copies_weights:
             state.weights.copy_(state.master_weights)

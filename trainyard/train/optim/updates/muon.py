@@ -114,8 +114,9 @@ class MuonUpdate:
         for span, start in self._offsets(bucket):
             old = state.shard_view(state.master_weights, span.name).float()
             direction = directions[start : start + old.numel()].view_as(old).float()
-            decayed = old * (1 - scalars.lr * self.context.weight_decay(span.name))
-            new = decayed - scalars.lr * self.lr_factors[span.name] * direction
+            lr = scalars.at_lr_scale(self.context.lr_scale(span.name)).lr
+            decayed = old * (1 - lr * self.context.weight_decay(span.name))
+            new = decayed - lr * self.lr_factors[span.name] * direction
             self.context.store_weights(span.name, torch.where(scalars.finite, new, old), scalars)
 
     def _offsets(self, bucket: Bucket) -> Iterator[tuple[ParamSpan, int]]:
