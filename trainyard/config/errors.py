@@ -21,7 +21,7 @@ from trainyard.core.section import Section
 from trainyard.core.user_code import nearest_name
 from trainyard.core.yaml_io import format_value
 from trainyard.families import all_families, find_family
-from trainyard.families.linear_wrapper import LinearSection
+from trainyard.families.linear_wrapper import LINEAR_WRAPPERS, LinearSection
 
 EXPECTED_TYPES = {
     "int": "a whole number",
@@ -109,6 +109,8 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
         inner = _section_at(section, str(item))
         if inner and item != loc[-1]:
             section = inner
+    if names[:2] == ["model", "linear"] and set(names[2:3]) & set(LINEAR_WRAPPERS.built_in):
+        names = names[2:]  # a section of its own in a file
     return ".".join(names), section
 
 

@@ -19,6 +19,7 @@ from trainyard.core.user_code import search_current_directory
 from trainyard.core.yaml_io import ConfigYamlLoader, format_value, read_yaml
 from trainyard.families import find_family
 from trainyard.families.hf_config import from_hf
+from trainyard.families.linear_wrapper import LINEAR_WRAPPERS
 from trainyard.remote.credentials import keys_with_credentials, redact
 
 SECTION_TAGS = {"model": ("family", "from_hf"), "model.rope_scaling": ("kind",)}
@@ -88,7 +89,7 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "")
             "HF_TOKEN, AWS_PROFILE or ~/.netrc, or `trainyard get` first"
         )
     try:
-        return Config.model_validate(_resolve_model(data))
+        return Config.model_validate(_move_wrappers(_resolve_model(data)))
     except ValidationError as error:
         raise UserError(prefix + first_error_line(error.errors())) from None
 
@@ -96,7 +97,7 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "")
 def check_keys(data: dict[str, Any]) -> dict[str, Any]:
     """Validate every key by itself and return the data with all defaults. Rules between keys are not applied: the
     values may still change."""
-    data = _resolve_model(data)
+    data = _move_wrappers(_resolve_model(data))
     try:
         Config.model_validate(data)
     except ValidationError as error:
@@ -119,10 +120,28 @@ def _resolve_model(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "model": {**from_hf(str(model["from_hf"])).model_dump(mode="json"), **own_keys}}
 
 
+def _move_wrappers(data: dict[str, Any]) -> dict[str, Any]:
+    """Move the sections of built-in wrappers of linear layers, such as `lora`, to where the model has them."""
+    found = {name: data[name] for name in LINEAR_WRAPPERS.built_in if data.get(name) is not None}
+    if not found:
+        return {key: value for key, value in data.items() if key not in LINEAR_WRAPPERS.built_in}
+    model = data.get("model")
+    model = model if isinstance(model, dict) else {}
+    linear = {**(model.get("linear") or {}), **found}
+    rest = {key: value for key, value in data.items() if key not in found}
+    return {**rest, "model": {**model, "linear": linear}}
+
+
 def dump(config: Config) -> str:
     """Return the resolved configuration as YAML, which `load` reads back to an equal Config. Credentials, which `parse`
     refuses, are left out."""
-    return redact(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
+    data: dict[str, Any] = {}
+    for name, section in config.model_dump(mode="json").items():
+        data[name] = section
+        if name == "model":  # built-in wrappers have sections of their own
+            linear = section["linear"]
+            data |= {wrapper: linear.pop(wrapper) for wrapper in LINEAR_WRAPPERS.built_in if wrapper in linear}
+    return redact(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> set[str]:

@@ -17,6 +17,7 @@ from trainyard.core.section import NameOrPath, Section
 from trainyard.core.yaml_io import format_value
 from trainyard.families import all_families
 from trainyard.families.decoder import ROPE_SCALING_CLASSES
+from trainyard.families.linear_wrapper import LINEAR_WRAPPERS
 
 TYPE_NAMES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -49,6 +50,9 @@ def schema_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[K
         if classes:
             for tag, tagged_section in classes.items():
                 yield from schema_keys(tagged_section, f"{dotted}[{tag}].")
+            if dotted == "model":  # what is put around its linear layers has sections of their own in a file
+                for wrapper in LINEAR_WRAPPERS.built_in:
+                    yield from schema_keys(LINEAR_WRAPPERS.find(wrapper).keys, f"{wrapper}.")
         elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from schema_keys(field.annotation, f"{dotted}.")
             if field.annotation.model_config.get("extra") == "allow":  # its keys are those of installed packages

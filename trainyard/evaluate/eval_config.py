@@ -11,7 +11,7 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import load_object
 from trainyard.families import family_of
-from trainyard.formats.registry import ZeroRouterBias
+from trainyard.formats.registry import AddedParameters
 
 MAX_DEFAULT_SEQ_LEN = 2048
 """Longest default window of a checkpoint that does not tell the seq_len it was trained with."""
@@ -86,7 +86,7 @@ def notes_of_run(weights: WeightSource, keys: Mapping[str, Any], overrides: Iter
 
 def config_of_run(weights: WeightSource) -> Config | None:
     """The configuration of the run that wrote a checkpoint; None for weights of another format."""
-    weights = weights.weights if isinstance(weights, ZeroRouterBias) else weights
+    weights = weights.weights if isinstance(weights, AddedParameters) else weights
     return weights.config if isinstance(weights, Checkpoint) else None
 
 

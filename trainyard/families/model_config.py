@@ -96,6 +96,16 @@ class ModelConfig(Section):
         return self.model_copy(update={"router_bias": False}) if getattr(self, "router_bias", False) else self
 
     @property
+    def without_wrappers(self) -> Self:
+        """The model without what is put around its linear layers."""
+        return self.model_copy(update={"linear": LinearSection()}) if self.linear.wrappers() else self
+
+    @property
+    def without_additions(self) -> Self:
+        """The model that other stacks know."""
+        return self.without_router_bias.without_wrappers
+
+    @property
     def output_init_std(self) -> float:
         """Standard deviation of the initial weights of a block's two output projections."""
         return self.init_std / (2 * self.layers) ** 0.5 if self.scaled_init else self.init_std

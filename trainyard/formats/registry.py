@@ -19,6 +19,7 @@ from trainyard.formats import hf, optimum, weights_file
 from trainyard.formats.dcp import weights as dcp
 from trainyard.formats.megatron import weights as megatron
 from trainyard.formats.nxd import conversion as nxd
+from trainyard.models.init import initial_slice
 from trainyard.remote.local_copies import is_remote_model, local_weights
 from trainyard.remote.storage import LocalStorage, open_storage
 
@@ -28,17 +29,27 @@ too, and Megatron Core's torch_dist is a directory of DCP."""
 FORMAT_DESCRIPTIONS = {"native": "a trainyard checkpoint"} | {each.name: each.description for each in FORMATS}
 
 
-class ZeroRouterBias:
-    """The weights of a model whose routers have no bias, as those of `model`, where the bias starts at 0."""
+class AddedParameters:
+    """The weights of a smaller model as those of `model`: what they lack, such as adapters or a bias of routers, has
+    its initial values."""
 
-    def __init__(self, weights: WeightSource, model: models.ModelConfig) -> None:
-        self.weights, self.model = weights, model
+    def __init__(self, weights: WeightSource, model: models.ModelConfig, seed: int) -> None:
+        self.weights, self.model, self.seed = weights, model, seed
+        blueprint = models.blueprint_of(model)
+        self.blueprint = blueprint
+        names = ((piece.name, name) for name in blueprint.parameter_names() for piece in blueprint.local_slices(name))
+        self.parameters = dict(names)
+        """The (fused) parameter of each unfused tensor."""
 
     def dtype(self, name: str) -> torch.dtype:
         return self.weights.dtype(name) if self._has(name) else torch.float32
 
     def read(self, piece: TensorSlice) -> Tensor:
-        return self.weights.read(piece) if self._has(piece.name) else torch.zeros(piece.sizes)
+        if self._has(piece.name):
+            return self.weights.read(piece)
+        name, out = self.parameters[piece.name], torch.empty(piece.sizes)
+        initial_slice(self.blueprint, name, piece, self.seed, "cpu", out, lambda rows: self.weights.read(rows).float())
+        return out
 
     def _has(self, name: str) -> bool:
         return name in unfused_tensors(self.weights.model)
@@ -63,21 +74,25 @@ def detect_format(path: Path) -> str | None:
 
 
 def open_weights(
-    location: str | Path, model: models.ModelConfig | None = None, hints: Mapping[str, Any] | None = None
+    location: str | Path,
+    model: models.ModelConfig | None = None,
+    hints: Mapping[str, Any] | None = None,
+    seed: int = 0,
 ) -> OpenedCheckpoint:
     """Open the weights at `location`: a path, a URL, or a model on the Hub (OWNER/NAME, hf://OWNER/NAME@REVISION).
     Native checkpoints at URLs are read in place, other formats from a copy in a cache.
 
     `model` is for formats that do not store the model's configuration. It takes precedence over the config.json of a
-    Hugging Face directory, and must agree with a native checkpoint; only its routers may have a bias that the weights
-    lack, which is then 0. `hints` are fields of NxdLayout that the user knows.
+    Hugging Face directory, and must agree with a native checkpoint. The weights may lack what is put around its linear
+    layers and a bias of its routers: these then have the initial values of `seed`. `hints` are fields of NxdLayout
+    that the user knows.
     """
     location = local_weights(location) if is_remote_model(location) else location
     if latest := latest_checkpoint(open_storage(location)):
-        return _open_native(Checkpoint(latest), location, model)
-    if model and model.without_router_bias is not model:
-        opened = open_weights(location, model.without_router_bias, hints)
-        return replace(opened, weights=ZeroRouterBias(opened.weights, model), open_state=None)
+        return _open_native(Checkpoint(latest), location, model, seed)
+    if model and model.without_additions is not model:
+        opened = open_weights(location, model.without_additions, hints)
+        return replace(opened, weights=AddedParameters(opened.weights, model, seed), open_state=None)
     path = local_weights(location)
     found = next((each for each in FORMATS if each.find(path)), None)
     if found is None:
@@ -90,14 +105,19 @@ def open_weights(
     return OpenedCheckpoint(found.name, weights, weights.notes, found.open_state(path, weights.model, hints or {}))
 
 
-def _open_native(checkpoint: Checkpoint, location: str | Path, model: models.ModelConfig | None) -> OpenedCheckpoint:
-    has_bias = checkpoint.model.without_router_bias is not checkpoint.model
-    stored_model = model if model is None or has_bias else model.without_router_bias
+def _open_native(
+    checkpoint: Checkpoint, location: str | Path, model: models.ModelConfig | None, seed: int
+) -> OpenedCheckpoint:
+    stored_model = model
+    if model and checkpoint.model.without_router_bias is checkpoint.model:
+        stored_model = model.without_router_bias
+    if stored_model and not checkpoint.model.linear.wrappers():
+        stored_model = stored_model.without_wrappers
     if stored_model and (difference := first_model_difference(checkpoint.model, stored_model)):
         key, stored, expected = difference
         raise UserError(f"model.{key}={expected}: {location} has {stored}")
     if model and stored_model is not model:
-        return OpenedCheckpoint("native", ZeroRouterBias(checkpoint, model))
+        return OpenedCheckpoint("native", AddedParameters(checkpoint, model, seed))
     has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
     return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
 

@@ -1,5 +1,6 @@
 """TransformerStage: embedding, blocks and head of any family, for the full model or for one pipeline stage of it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,28 @@ class RoutesTokens(Protocol):
     has_grouped_gemm: bool
 
 
+@runtime_checkable
+class DropsInput(Protocol):
+    """A linear layer that drops elements of its input with probability `p`, by the seeds of the input's tokens."""
+
+    p: float
+    row_seeds: RowSeeds | None
+
+
+@functools.cache
+def _seeded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a block with a forward that takes row seeds and gives them to its linear layers. A recompute of the
+    block runs it again, with the seeds of the same micro batch."""
+
+    def forward(self: nn.Module, *args: Any, row_seeds: RowSeeds | None = None, **kwargs: Any) -> Any:
+        for linear in self.seeded_linears:  # type: ignore[union-attr]
+            linear.row_seeds = row_seeds
+        return super(seeded, self).forward(*args, **kwargs)  # type: ignore[misc]
+
+    seeded = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return seeded
+
+
 class TransformerStage(nn.Module):
     """The layers of one pipeline stage (all of them without pipeline parallelism).
 
@@ -41,6 +64,8 @@ class TransformerStage(nn.Module):
         self.is_first = self.is_last = True
         self.max_seq_len = 0
         """Longest sequence of a packed batch; whoever packs batches sets it before the first one."""
+        self.seeds_linears = False
+        """True if linear layers drop elements of their input (`seed_linears`)."""
         self.pre_layer_hook: Callable[[str], None] = lambda layer: None
         """Called with "first" before the embedding, with the layer index before each block and with "last" before the
         head. ZeRO-1 sets it to wait for weights that are still being gathered."""
@@ -79,6 +104,7 @@ class TransformerStage(nn.Module):
     def run_blocks(self, batch: Batch, x_BTD: Tensor | None = None) -> Tensor:
         """The output of this stage's last block."""
         block_inputs = self.block_inputs(batch)
+        seeds = {"row_seeds": self.dropout_seeds(batch)[0]} if self.seeds_linears and self.training else {}
         if self.is_first:
             self.pre_layer_hook("first")
             x_BTD = self.embed(batch, *block_inputs)
@@ -87,7 +113,7 @@ class TransformerStage(nn.Module):
         del x_BTD  # blocks decide whether the input of the first one is kept
         for index, block in self.layers.items():
             self.pre_layer_hook(index)
-            x = block(x, *block_inputs)
+            x = block(x, *block_inputs, **seeds)
         return self.unpack_output(x)
 
     def make_output(
@@ -118,6 +144,16 @@ class TransformerStage(nn.Module):
         for module in self.modules():
             if isinstance(module, RoutesTokens):
                 module.samples_per_step, module.has_grouped_gemm = samples_per_step, has_grouped_gemm
+
+    def seed_linears(self) -> None:
+        """Let blocks give the row seeds of their tokens to linear layers with dropout. Such layers come from wrappers,
+        of which the module of a family knows nothing."""
+        for block in self.layers.children():
+            linears = tuple(module for module in block.modules() if isinstance(module, DropsInput) and module.p)
+            if linears:
+                self.seeds_linears = True
+                block.seeded_linears = linears  # type: ignore[assignment]  # a tuple: not children of the block
+                block.__class__ = _seeded_class(type(block))  # type: ignore[assignment]
 
     def prune_to_stage(self, stage: StageSpec, blueprint: Blueprint) -> None:
         """Delete the modules of all other stages. Parameter names stay global."""

@@ -44,6 +44,7 @@ def build_model(
     # family knows nothing of stages.
     if stage:
         model.prune_to_stage(stage, blueprint)
+    model.seed_linears()
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=False)

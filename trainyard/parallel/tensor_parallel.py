@@ -137,9 +137,10 @@ class _ColumnParallel(torch.autograd.Function):
         pending_dx = group.start_reduce_scatter_dim(d_gathered, TOKEN_DIM)
         gathered = group.finish_all_gather(pending_x, x, TOKEN_DIM).flatten(0, 1)
         weight_grads: list[Tensor | None] = []
-        for d, bias in zip(grads, tensors[1::2], strict=True):
+        needed = ctx.needs_input_grad[2::2]
+        for d, bias, needs_weight in zip(grads, tensors[1::2], needed, strict=True):
             flat = d.flatten(0, 1)
-            weight_grads += [flat.T @ gathered, flat.sum(0) if bias is not None else None]
+            weight_grads += [flat.T @ gathered if needs_weight else None, flat.sum(0) if bias is not None else None]
         return group.finish_reduce_scatter(pending_dx, d_gathered, TOKEN_DIM), None, *weight_grads
 
 

@@ -170,7 +170,7 @@ def initial_parameters(
         return shard_values(blueprint, weights, shard)
     if init_from:
         logger.info("reading weights from %s", init_from)
-        opened = open_initial_weights(init_from, model, mesh, context.device)
+        opened = open_initial_weights(init_from, model, seed, mesh, context.device)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
         return local_values(opened.weights, shard)

@@ -42,10 +42,11 @@ class HeadGemm:
         else:
             torch.addmm(self.bias, hidden, self.weight.T, out=out)
 
-    def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
-        """Write `d_hidden` and accumulate into `d_weight` (fp32) from the gradient of the logits."""
+    def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor | None) -> None:
+        """Write `d_hidden` and accumulate into `d_weight` (fp32; None: frozen) from the gradient of the logits."""
         torch.mm(gradient, self.weight, out=d_hidden)
-        add_matmul_(d_weight, gradient.T, hidden)
+        if d_weight is not None:
+            add_matmul_(d_weight, gradient.T, hidden)
 
 
 class Fp8HeadGemm(HeadGemm):
@@ -62,14 +63,15 @@ class Fp8HeadGemm(HeadGemm):
         logits = matmul(hidden_fp8, self.weight_fp8, self.bias, self.recipe.fast_accum, self.use_reference, out.dtype)
         out.copy_(logits[: len(out)])
 
-    def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+    def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor | None) -> None:
         if self.recipe.grad_format == "bf16":
             super().backward(gradient, hidden, d_hidden, d_weight)
             return
         gradient_fp8, gradient_t = self._quantize(gradient, torch.float8_e5m2)
         options = (None, False, self.use_reference, d_hidden.dtype)
         d_hidden.copy_(matmul(gradient_fp8, self.weight_t, *options)[: len(d_hidden)])
-        d_weight += matmul(gradient_t, self.hidden_t, *options)
+        if d_weight is not None:
+            d_weight += matmul(gradient_t, self.hidden_t, *options)
 
     def _quantize(self, x: Tensor, dtype: torch.dtype) -> Any:
         rowwise, reference = self.recipe.scaling == "row", self.use_reference
@@ -190,7 +192,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), device=hidden.device)
         # Accumulated over chunks in fp32: bf16 would lose small terms.
         d_hidden = torch.empty_like(hidden) if train else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if train else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if train and ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if train and bias is not None else None
         for start in starts:
             h, y = hidden[start : start + size], labels[start : start + size]
@@ -199,7 +201,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss += chunk_loss(logits[:, :vocab], y, output)
             if padding:
                 logits[:, vocab:].zero_()
-            if d_hidden is not None and d_weight is not None:
+            if d_hidden is not None:
                 head.backward(logits, h, d_hidden[start : start + size], d_weight)
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=torch.float32)

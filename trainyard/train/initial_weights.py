@@ -21,14 +21,15 @@ _calls = count()
 """Numbers the waits of a process, which are the same on all ranks."""
 
 
-def open_initial_weights(source: str, model: ModelConfig, mesh: Mesh, device: Device) -> OpenedCheckpoint:
-    """Open the weights at `source`, a path, URL or name on the Hub. All ranks call this."""
+def open_initial_weights(source: str, model: ModelConfig, seed: int, mesh: Mesh, device: Device) -> OpenedCheckpoint:
+    """Open the weights at `source`, a path, URL or name on the Hub; parameters that they lack have the initial values
+    of `seed`. All ranks call this."""
     if not is_remote_model(source) and not is_url(source):
-        return open_weights(source, model)
+        return open_weights(source, model, seed=seed)
     source = mesh.broadcast_object(partial(pin_revision, source), device)
     key = f"trainyard/weights/{next(_calls)}"
     try:
-        opened = open_weights(source, model)
+        opened = open_weights(source, model, seed=seed)
     except UserError as error:
         if mesh.store is not None:
             mesh.store.set(f"{key}/error", str(error))

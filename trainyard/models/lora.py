@@ -1,0 +1,177 @@
+"""The module of LoRA: a linear layer with a low-rank update of each part of its weight.
+
+M tokens, D input features, N output features, P parts with an adapter, R rank.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainyard.core.counter_rng import DropoutRng, RowSeeds
+from trainyard.families.linear_wrappers.lora import LoraKeys
+from trainyard.kernels.reference import counter_dropout
+from trainyard.models.layers.dropout import dropout_site
+from trainyard.models.module_factory import ModuleFactory
+from trainyard.parallel.tensor_parallel import Linear
+
+Columns = tuple[tuple[int, int], ...]
+"""Start and end of the columns of y that belong to each part with an adapter."""
+
+
+class LoraLinear(Linear):
+    """y = x W^T + s (dropout(x) A^T) B^T + b; with DoRA, each row of the updated matrix has a trained norm."""
+
+    site: Tensor
+    row_seeds: RowSeeds | None = None
+    """The row seeds of the tokens in x, which the block sets before each forward pass (`models/base.py`)."""
+
+    def __init__(self, linear: Linear, make: ModuleFactory, name: str, options: LoraKeys) -> None:
+        super().__init__(linear.weight, linear.bias, linear.kernels, linear.fp8)
+        spec, weight = make.blueprint.spec(f"{name}.weight"), f"{name}.weight"
+        self.scale, self.p, self.rank = options.scale, options.dropout, options.rank
+        self.lora_A, self.lora_B = make.parameter(f"{name}.lora_A"), make.parameter(f"{name}.lora_B")
+        self.lora_magnitude = make.parameter(f"{name}.lora_magnitude") if options.dora else None
+        self.is_row_parallel, self.tp = spec.tp_dim == 1, make.tp
+        pieces = make.blueprint.local_slices(weight, make.shard)
+        adapted = {piece.name for piece in make.blueprint.local_slices(f"{name}.lora_B", make.shard)}
+        columns, start = [], 0
+        for piece in pieces:
+            if piece.name.removesuffix("weight") + "lora_B" in adapted:
+                columns.append((start, start + piece.sizes[0]))
+            start += piece.sizes[0]
+        self.columns: Columns = tuple(columns)
+        # q, k and v read the same x and drop the same elements of it, fused or not.
+        parent = name.rpartition(".")[0]
+        site = dropout_site(f"{parent}.{'output' if self.is_row_parallel else 'input'}.lora")
+        self.register_buffer("site", site, persistent=False)
+        self.first_column = pieces[0].offsets[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.lora_magnitude is None:
+            return self._updated_matmul(x, self.bias)
+        y = self.matmul(x)
+        return y if self.bias is None else y + self.bias
+
+    def matmul(self, x: Tensor) -> Tensor:
+        y = self._updated_matmul(x, None)
+        return y if self.lora_magnitude is None else y * self._row_factors(self.lora_magnitude).to(y.dtype)
+
+    def _updated_matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        dropped = self._dropout(x)
+        adapter = (self.lora_A, self.lora_B, self.columns, self.scale)
+        if self.fp8:  # has a backward of its own, which adds to that of the update
+            y = self.kernels.linear(x, self.weight, bias, self.fp8)
+            return _LoraUpdate.apply(y, x if dropped is None else dropped, *adapter)  # type: ignore[no-untyped-call, no-any-return]
+        return _LoraLinear.apply(x, dropped, self.weight, bias, *adapter)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _dropout(self, x: Tensor) -> Tensor | None:
+        """The input of the adapters, if elements of it are dropped."""
+        if not (self.training and self.p):
+            return None
+        assert self.row_seeds is not None
+        if not self.is_row_parallel or self.tp.size == 1:
+            return self.kernels.add_dropout(None, x, None, DropoutRng(self.p, *self.row_seeds, self.site))
+        column = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device) + self.first_column
+        seeds = self.row_seeds.seed0[..., None], self.row_seeds.seed1[..., None]
+        return counter_dropout(x, self.p, seeds, self.site, column)
+
+    def _row_factors(self, magnitude: Tensor) -> Tensor:
+        """Trained norm / norm of each row of W + s B A. As in PEFT, no gradient goes through the norm."""
+        factors, end, rows = [], 0, magnitude.split([stop - start for start, stop in self.columns])
+        for (start, stop), norms, part in zip(self.columns, self._row_norms(), rows, strict=True):
+            factors += [magnitude.new_ones(start - end), part / norms.to(magnitude.dtype)]
+            end = stop
+        return torch.cat([*factors, magnitude.new_ones(self.weight.shape[0] - end)])
+
+    @torch.no_grad()
+    def _row_norms(self) -> tuple[Tensor, ...]:
+        """The norms of the rows of W + s B A of each part, from products with A: the sum is never formed."""
+        squares, first = [], 0
+        for index, (start, stop) in enumerate(self.columns):
+            a_RD = self.lora_A[index * self.rank : (index + 1) * self.rank]
+            b_NR = self.lora_B[first : first + stop - start].float()
+            weight_ND = self.weight[start:stop]
+            first += stop - start
+            square = torch.linalg.vector_norm(weight_ND, dim=1, dtype=torch.float32).square()
+            square += 2 * self.scale * ((weight_ND @ a_RD.T).float() * b_NR).sum(1)
+            square += self.scale**2 * ((b_NR @ (a_RD.float() @ a_RD.float().T)) * b_NR).sum(1)
+            squares.append(square)
+        if self.is_row_parallel and self.tp.size > 1:
+            squares = [self.tp.group.all_reduce_sum(square) for square in squares]
+        return tuple(square.sqrt() for square in squares)
+
+
+class _LoraLinear(torch.autograd.Function):
+    """The matmul with a frozen weight and the update of its result, in place. Saves x, but only for the gradient of A,
+    and adds both gradients of x in one buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, weight_ND: Tensor, bias: Tensor | None, a: Tensor, b: Tensor,
+        columns: Columns, scale: float,
+    ) -> Tensor:  # fmt: skip
+        y = F.linear(x, weight_ND, bias)
+        ctx.has_dropout, ctx.columns, ctx.scale = dropped is not None, columns, scale
+        adapter_x = x if dropped is None else dropped
+        h_MR = _add_update_(y, adapter_x, a, b, columns, scale)
+        ctx.save_for_backward(adapter_x, weight_ND, a, b, h_MR)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        adapter_x, weight_ND, a, b, h_MR = ctx.saved_tensors
+        dy = grads[0]
+        dy_MN = dy.flatten(0, -2)
+        dh_MR, da, db = _update_grads(dy_MN, adapter_x, h_MR, b, ctx.columns, ctx.scale)
+        dx = d_dropped = None
+        if ctx.needs_input_grad[0]:
+            dx = dy_MN @ weight_ND
+            if not ctx.has_dropout:
+                dx.addmm_(dh_MR, a)
+            dx = dx.view(adapter_x.shape)
+        if ctx.has_dropout and ctx.needs_input_grad[1]:
+            d_dropped = (dh_MR @ a).view(adapter_x.shape)
+        return dx, d_dropped, None, None, da, db, None, None
+
+
+class _LoraUpdate(torch.autograd.Function):
+    """The update alone, added to the given y."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
+        y = y.clone()  # a view that autograd does not allow to change
+        ctx.columns, ctx.scale = columns, scale
+        ctx.save_for_backward(x, a, b, _add_update_(y, x, a, b, columns, scale))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, a, b, h_MR = ctx.saved_tensors
+        dh_MR, da, db = _update_grads(grads[0].flatten(0, -2), x, h_MR, b, ctx.columns, ctx.scale)
+        dx = (dh_MR @ a).view(x.shape) if ctx.needs_input_grad[1] else None
+        return grads[0], dx, da, db, None, None
+
+
+def _add_update_(y: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
+    """Add s (x A^T) B^T to y, each part to its columns; returns x A^T, [M, P R]."""
+    y_MN, h_MR = y.flatten(0, -2), x.flatten(0, -2) @ a.T
+    rank, first = a.shape[0] // len(columns), 0
+    for (start, stop), h in zip(columns, h_MR.split(rank, 1), strict=True):
+        y_MN[:, start:stop].addmm_(h, b[first : first + stop - start].T, alpha=scale)
+        first += stop - start
+    return h_MR
+
+
+def _update_grads(
+    dy_MN: Tensor, x: Tensor, h_MR: Tensor, b: Tensor, columns: Columns, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x A^T, A and B."""
+    rank = b.shape[1]
+    d_parts = [dy_MN[:, start:stop] for start, stop in columns]
+    b_parts = b.split([stop - start for start, stop in columns])
+    dh_MR = torch.cat([d @ part for d, part in zip(d_parts, b_parts, strict=True)], 1).mul_(scale)
+    # The scale is multiplied where the matrix is small.
+    db = torch.cat([d.T @ (h * scale) for d, h in zip(d_parts, h_MR.split(rank, 1), strict=True)])
+    return dh_MR, dh_MR.T @ x.flatten(0, -2), db
