@@ -51,6 +51,7 @@ ODD_VOCAB = {"vocab": 263}
 SP = {"sequence_parallel": True}
 UNEVEN_COUNTS = {"train": {"global_batch": 8, "micro_batch": 2}}
 """A batch whose ranks have different numbers of masked tokens."""
+LORA = {"rank": 3, "dora": True, "dropout": 0.2, "lr_ratio": 4.0, "train": ["norms"]}
 
 USER_CODE = {
     "data": {"source": "tests.support.user_code:make_dataset"},
@@ -266,6 +267,25 @@ CASES = [
     deep_case(4, {"tp": 2, "zero": 1}, frozen(LLAMA, lr_scale=3.0), "frozen-lamb", optimizer={"kind": "lamb"}),
     deep_case(4, {"pp": 2, "zero": 1}, frozen(LLAMA, lr_scale=3.0), "frozen-user-code", **USER_CODE),
     deep_case(4, {"tp": 2, "zero": 1}, frozen(BERT, lr_scale=3.0), "frozen-bf16_sr", precision={"kind": "bf16_sr"}),
+    # adapters, whose dropout must not depend on the layout either
+    case(4, {"tp": 4, "zero": 1, **SP}, LLAMA, "lora", lora=LORA),
+    case(2, {"zero": 3}, LLAMA, "lora-bf16", lora=LORA, precision={"kind": "bf16"}),
+    case(4, {"pp": 2, "cp": 2}, LLAMA, "lora", lora={**LORA, "train": ["head"]}),
+    case(2, {"tp": 2}, GPT, "lora", lora={"dora": True, "dropout": 0.2, "train": ["embedding"]}),
+    deep_case(2, {"tp": 2}, {**LLAMA, "fuse_qkv": False, "fuse_gate_up": False}, "lora-unfused", lora=LORA),
+    deep_case(4, {"tp": 2, "zero": 2, **SP}, LLAMA, "lora", lora=LORA),
+    deep_case(4, {"tp": 2, "zero": 3}, LLAMA, "lora-full", lora=LORA, recompute={"kind": "full"}),
+    deep_case(
+        4,
+        *({"tp": 2, "cp": 2}, LLAMA, "lora-selective"),
+        lora=LORA,
+        recompute={"kind": "selective", "modules": ["core_attention", "mlp"]},
+    ),
+    deep_case(2, {"pp": 2, "vpp": 2}, LLAMA, "lora-muon", lora=LORA, optimizer={"kind": "muon"}),
+    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, LLAMA, "lora", lora=LORA),
+    deep_case(2, {"ep": 2, "zero": 1}, MOE, "lora", lora=LORA),
+    deep_case(4, {"tp": 2, "zero": 1}, BERT, "lora-lamb", lora=LORA, optimizer={"kind": "lamb"}),
+    deep_case(8, {"tp": 2, "pp": 2, "cp": 2, **SP}, {**LLAMA, "kv_heads": 1}, "lora-kv1", lora=LORA),
     # layers of several kinds
     case(2, {"tp": 2, **SP}, MIXED),
     deep_case(2, {"cp": 2}, MIXED),
