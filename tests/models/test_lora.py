@@ -1,4 +1,4 @@
-"""LoRA, DoRA and rsLoRA against their definitions, fused and unfused weights, initial values, dropout, what is trained."""
+"""LoRA, DoRA and rsLoRA against their definitions: fused weights, initial values, dropout, and what is trained."""
 
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ def test_section_of_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message.replace("[", r"\[").replace("]", r"\]")):
             tiny_config(lora=section)
-    with pytest.raises(UserError, match="lora.targets=qproj: not one of all-linear, down, gate, k, output, q, up, v"):
+    with pytest.raises(UserError, match=r"lora\.targets=qproj: not one of all-linear, down, gate, k, output, q, up, v"):
         blueprint_of(model_section(targets=["qproj"]))
     with pytest.raises(UserError, match="loar"):
         parse({"loar": {"rank": 1}, "model": LLAMA, "train": {"steps": 1}})

@@ -361,6 +361,13 @@ class Config(Section):
                 f"layout.pipeline_schedule={layout.pipeline_schedule}: splits the backward pass, which compiled blocks "
                 "do not support; nearest: 1f1b, or compile.enabled=false"
             )
+        drops_inputs = any(getattr(options, "dropout", 0) for _, options in model.linear.wrappers())
+        if layout.pp > 1 and drops_inputs and set(self.recompute.modules) & {"attention", "mlp"}:
+            # A linear layer knows the tokens of the latest micro batch; a recompute of a part of a block comes later.
+            raise ValueError(
+                f"recompute.modules={list(self.recompute.modules)}: with layout.pp={layout.pp} and lora.dropout, "
+                "blocks are recomputed as a whole; nearest: recompute.kind=full"
+            )
         if layout.zero >= 2 and precision.kind == "bf16_sr" and precision.grad_accum_dtype == "fp32":
             raise ValueError(
                 f"precision.grad_dtype=fp32: with layout.zero={layout.zero} gradients have the dtype of the weights; "

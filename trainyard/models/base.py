@@ -38,9 +38,10 @@ def _seeded_class(cls: type[nn.Module]) -> type[nn.Module]:
     block runs it again, with the seeds of the same micro batch."""
 
     def forward(self: nn.Module, *args: Any, row_seeds: RowSeeds | None = None, **kwargs: Any) -> Any:
-        for linear in self.seeded_linears:  # type: ignore[union-attr]
+        linears: Any = self.seeded_linears
+        for linear in linears:
             linear.row_seeds = row_seeds
-        return super(seeded, self).forward(*args, **kwargs)  # type: ignore[misc]
+        return super(seeded, self).forward(*args, **kwargs)  # type: ignore[arg-type]
 
     seeded = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
     return seeded
@@ -152,8 +153,8 @@ class TransformerStage(nn.Module):
             linears = tuple(module for module in block.modules() if isinstance(module, DropsInput) and module.p)
             if linears:
                 self.seeds_linears = True
-                block.seeded_linears = linears  # type: ignore[assignment]  # a tuple: not children of the block
-                block.__class__ = _seeded_class(type(block))  # type: ignore[assignment]
+                vars(block)["seeded_linears"] = linears  # not children of the block
+                block.__class__ = _seeded_class(type(block))  # type: ignore[assignment, arg-type]
 
     def prune_to_stage(self, stage: StageSpec, blueprint: Blueprint) -> None:
         """Delete the modules of all other stages. Parameter names stay global."""

@@ -63,8 +63,8 @@ class LoraLinear(Linear):
         adapter = (self.lora_A, self.lora_B, self.columns, self.scale)
         if self.fp8:  # has a backward of its own, which adds to that of the update
             y = self.kernels.linear(x, self.weight, bias, self.fp8)
-            return _LoraUpdate.apply(y, x if dropped is None else dropped, *adapter)  # type: ignore[no-untyped-call, no-any-return]
-        return _LoraLinear.apply(x, dropped, self.weight, bias, *adapter)  # type: ignore[no-untyped-call, no-any-return]
+            return _LoraUpdate.apply(y, x if dropped is None else dropped, *adapter)  # type: ignore[no-untyped-call]
+        return _LoraLinear.apply(x, dropped, self.weight, bias, *adapter)  # type: ignore[no-untyped-call]
 
     def _dropout(self, x: Tensor) -> Tensor | None:
         """The input of the adapters, if elements of it are dropped."""
@@ -79,7 +79,7 @@ class LoraLinear(Linear):
 
     def _row_factors(self, magnitude: Tensor) -> Tensor:
         """Trained norm / norm of each row of W + s B A. As in PEFT, no gradient goes through the norm."""
-        factors, end, rows = [], 0, magnitude.split([stop - start for start, stop in self.columns])
+        factors, end, rows = [], 0, torch.split(magnitude, [stop - start for start, stop in self.columns])
         for (start, stop), norms, part in zip(self.columns, self._row_norms(), rows, strict=True):
             factors += [magnitude.new_ones(start - end), part / norms.to(magnitude.dtype)]
             end = stop
@@ -158,7 +158,7 @@ def _add_update_(y: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Columns, s
     """Add s (x A^T) B^T to y, each part to its columns; returns x A^T, [M, P R]."""
     y_MN, h_MR = y.flatten(0, -2), x.flatten(0, -2) @ a.T
     rank, first = a.shape[0] // len(columns), 0
-    for (start, stop), h in zip(columns, h_MR.split(rank, 1), strict=True):
+    for (start, stop), h in zip(columns, torch.split(h_MR, rank, 1), strict=True):
         y_MN[:, start:stop].addmm_(h, b[first : first + stop - start].T, alpha=scale)
         first += stop - start
     return h_MR
@@ -170,8 +170,8 @@ def _update_grads(
     """The gradients of x A^T, A and B."""
     rank = b.shape[1]
     d_parts = [dy_MN[:, start:stop] for start, stop in columns]
-    b_parts = b.split([stop - start for start, stop in columns])
+    b_parts = torch.split(b, [stop - start for start, stop in columns])
     dh_MR = torch.cat([d @ part for d, part in zip(d_parts, b_parts, strict=True)], 1).mul_(scale)
     # The scale is multiplied where the matrix is small.
-    db = torch.cat([d.T @ (h * scale) for d, h in zip(d_parts, h_MR.split(rank, 1), strict=True)])
+    db = torch.cat([d.T @ (h * scale) for d, h in zip(d_parts, torch.split(h_MR, rank, 1), strict=True)])
     return dh_MR, dh_MR.T @ x.flatten(0, -2), db

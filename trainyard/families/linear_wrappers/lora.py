@@ -113,7 +113,9 @@ class Lora(LinearWrapper):
         for target in () if ALL_LINEAR in options.targets else options.targets:
             if target not in known:
                 choices = (ALL_LINEAR, *known)
-                raise UserError(f"lora.targets={target}: not one of {', '.join(choices)}{nearest_name(target, choices)}")
+                raise UserError(
+                    f"lora.targets={target}: not one of {', '.join(choices)}{nearest_name(target, choices)}"
+                )
 
         own = set(blueprint.specs)
 
