@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support import configs
+from tests.support.frozen_linear import frozen
 from tests.support.pool import Pool
 from tests.support.scaled_linear import scaled
 from tests.support.two_kinds import TWO_KINDS
@@ -53,7 +54,8 @@ def configure(
         "layout": {**LAYOUTS, **EXPERT_LAYOUTS}[layout][1],
     }
     merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
-    model = {**configs.TINY_MODELS, "moe": configs.MOE, "two_kinds": TWO_KINDS, "scaled": scaled(TWO_KINDS)}[family]
+    wrapped = {"scaled": scaled(TWO_KINDS), "frozen": frozen(TWO_KINDS, lr_scale=2.0)}
+    model = {**configs.TINY_MODELS, "moe": configs.MOE, "two_kinds": TWO_KINDS, **wrapped}[family]
     model = {**model, "layers": layers} | ({"ffn": 64} if family == "llama" else {})
     return configs.tiny_config(model, **merged)
 
@@ -119,6 +121,7 @@ def test_resume_a_rule_of_the_user_at_another_layout(pool: Pool, tmp_path: Path,
     [
         ("moe", "ep2-zero1", "ep2-tp2"),
         ("two_kinds", "pp2-cut1", "ep2-tp2"),
+        ("frozen", "tp2-pp2", "ep2-zero1"),
         *(
             pytest.param(*names, marks=pytest.mark.nightly)
             for names in (
@@ -128,6 +131,8 @@ def test_resume_a_rule_of_the_user_at_another_layout(pool: Pool, tmp_path: Path,
                 ("two_kinds", "ep4-zero3", "pp2-cut1"),
                 ("two_kinds", "tp2-pp2", "ep4-zero3"),
                 ("scaled", "tp2-pp2", "ep4-zero3"),
+                ("frozen", "ep4-zero3", "tp2-pp2"),
+                ("frozen", "ep2-zero1", "ep4-zero3"),
             )
         ),
     ],

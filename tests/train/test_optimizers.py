@@ -33,7 +33,7 @@ def make_optimizer(
 
 
 def build(config: Config) -> tuple[nn.Module, Optimizer]:
-    blueprint = models.family_of(config.model).blueprint(config.model)
+    blueprint = models.blueprint_of(config.model)
     model = models.build_model(config.model)
     context = RankContext(CpuDevice(), Mesh(Layout()), blueprint, Kernels())
     state = FlatState(local_shapes([model]), context, config.precision, load_update_rule(config.optimizer))

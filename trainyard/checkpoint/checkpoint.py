@@ -5,15 +5,16 @@
     DIRECTORY/step_00000100/complete.json                 commit file, written last: contents of the files, run state
 
 A directory without `complete.json` is not a checkpoint. The commit file holds all that a reader needs, above all which
-slices are in which file, so that a rank of any layout reads exactly the bytes it needs.
+slices are in which file, so that a rank of any layout reads exactly the bytes it needs. A run saves what it trains; the
+commit file says where all other weights come from (`base`).
 """
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -25,7 +26,7 @@ from trainyard.checkpoint.file_names import COMMIT_FILE, STEP_DIRECTORY, shard_n
 from trainyard.checkpoint.partition import owned_slices
 from trainyard.checkpoint.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
 from trainyard.checkpoint.shard_file import CorruptCheckpoint, ShardFile
-from trainyard.checkpoint.weights import TrainingState, unfused_tensors
+from trainyard.checkpoint.weights import BaseWeights, TrainingState, WeightSource, frozen_tensors, unfused_tensors
 from trainyard.config.load import parse
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
@@ -38,7 +39,7 @@ FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")
 """State that the built-in optimizers save for every parameter, by the names in the files: master weights (or the
 weights if there are none), exp_avg and exp_avg_sq. The state of a user's update rule has the names that it gives."""
-COUNTERS = ("step", "updates", "skipped", "consumed_samples", "data_files")
+COUNTERS = ("step", "updates", "skipped", "consumed_samples", "data_files", "base")
 
 
 def tensor_key(kind: str, name: str) -> str:
@@ -99,9 +100,12 @@ ShardTable = dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]
 """The slices in each file: tensor name, offsets and sizes."""
 
 
-def build_shard_table(blueprint: Blueprint, layout: Layout) -> ShardTable:
+def build_shard_table(blueprint: Blueprint, layout: Layout, names: Sequence[str]) -> ShardTable:
+    """The table of a checkpoint of the parameters `names`."""
     return {
-        shard_name(rank): [(piece.name, piece.offsets, piece.sizes) for piece in owned_slices(blueprint, layout, rank)]
+        shard_name(rank): [
+            (piece.name, piece.offsets, piece.sizes) for piece in owned_slices(blueprint, layout, rank, names)
+        ]
         for rank in range(layout.world_size)
     }
 
@@ -155,8 +159,12 @@ def write_commit_file(
 class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A committed checkpoint, open for reading. It is a WeightSource.
 
-    Every tensor is compared with its checksum when it is first read, unless all files were verified before.
+    Every tensor is compared with its checksum when it is first read, unless all files were verified before. Weights
+    that are not stored, because the run did not train them, are read from where the run had them.
     """
+
+    open_base: Callable[[BaseWeights, models.ModelConfig], WeightSource]
+    """Opens them; `formats/registry.py` knows all formats."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -166,6 +174,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self.dtypes = {kind: DTYPE_BY_CODE[code] for kind, code in self.manifest["kinds"].items()}
             self.config = parse(self.manifest["config"])
             self.saved_slices = self._read_slices()
+            base = self.manifest.get("base")
+            self.base = BaseWeights(**base) if base else None
         except UserError as error:  # the file is as it was written: since then, a family or a version has changed
             problem = str(error).partition("; nearest")[0]
             raise UserError(f"{storage}: does not fit the installed code: {problem}") from None
@@ -192,15 +202,29 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return list(self.manifest["files"])
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.dtypes["weights"]
+        return self._base_weights.dtype(name) if name in self.unstored else self.dtypes["weights"]
 
     def read(self, piece: TensorSlice) -> Tensor:
-        return self.read_state("weights", piece)
+        return self._base_weights.read(piece) if piece.name in self.unstored else self.read_state("weights", piece)
+
+    @cached_property
+    def unstored(self) -> frozenset[str]:
+        """The unfused tensors that the run did not train and that are not stored."""
+        return frozen_tensors(self.model) - self.saved_slices.keys()
+
+    @cached_property
+    def _base_weights(self) -> WeightSource:
+        if not self.base:
+            raise UserError(f"{self.storage}: holds trained weights only; the script of its run made the others")
+        try:
+            return self.open_base(self.base, self.model)
+        except UserError as error:
+            raise UserError(f"{self.storage}: holds trained weights only; of the others: {error}") from None
 
     @property
     def state(self) -> TrainingState:
         counters = {key: self.manifest[key] for key in COUNTERS if key in self.manifest}
-        readers = {kind: partial(self.read_state, kind) for kind in self.dtypes}
+        readers = {kind: partial(self.read_state, kind) for kind in self.dtypes} | {"weights": self.read}
         return TrainingState(self.model, self.dtypes, readers, counters)
 
     def read_state(self, kind: str, piece: TensorSlice) -> Tensor:

@@ -4,7 +4,7 @@ blueprint's names: what a native checkpoint and the formats of other systems hav
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ class WeightSource(Protocol):
         ...
 
 
+class BaseWeights(NamedTuple):
+    """Where the weights come from that a run does not train, and that its checkpoints therefore do not hold."""
+
+    location: str | None
+    """A checkpoint of any format; None: they are initial values."""
+    seed: int
+    """Of the initial values, and of those that the checkpoint lacks."""
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """Weights and, if there are any, optimizer moments, addressed by slices of unfused tensors."""
@@ -36,7 +45,7 @@ class TrainingState:
     dtypes: Mapping[str, torch.dtype]
     """The dtype of each kind of state, by the names of STATE_KINDS."""
     readers: Mapping[str, Callable[[TensorSlice], Tensor]]
-    """Functions that read a slice of each kind of state."""
+    """Functions that read a slice of each kind of state. Weights that are not trained have no other state."""
     counters: Mapping[str, Any] = field(default_factory=dict)
     """The step, the number of updates and so on, as far as they are known."""
 
@@ -49,6 +58,14 @@ def unfused_tensors(model: models.ModelConfig) -> Mapping[str, TensorSlice]:
     """Every unfused tensor of the model, in full, by name, in the blueprint's order."""
     blueprint = models.blueprint_of(model)
     return {piece.name: piece for name in blueprint.parameter_names() for piece in blueprint.local_slices(name)}
+
+
+@lru_cache(maxsize=8)
+def frozen_tensors(model: models.ModelConfig) -> frozenset[str]:
+    """The unfused tensors that are not trained."""
+    blueprint = models.blueprint_of(model)
+    frozen = (name for name in blueprint.parameter_names() if not blueprint.is_trained(name))
+    return frozenset(piece.name for name in frozen for piece in blueprint.local_slices(name))
 
 
 def local_values(weights: WeightSource, shard: ModelShard = FULL_MODEL) -> models.ParameterValues:

@@ -192,6 +192,10 @@ class Blueprint:
         slices = self.local_slices(name, shard)
         return (sum(piece.sizes[0] for piece in slices), *slices[0].sizes[1:])
 
+    def trained_names(self) -> list[str]:
+        """Every parameter of the full model that is trained."""
+        return [*filter(self.is_trained, self.parameter_names())]
+
     def is_trained(self, name: str) -> bool:
         return self.spec(name).trained
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard import models
-from trainyard.checkpoint.weights import TrainingState, WeightSource, local_values, unfused_tensors
+from trainyard.checkpoint.weights import TrainingState, WeightSource, frozen_tensors, local_values, unfused_tensors
 from trainyard.core.counter_rng import key64, normal_slice
 from trainyard.families.blueprint import layer_index
 from trainyard.models.output import ModelOutput
@@ -24,7 +24,10 @@ def first_difference(source: TrainingState, target: TrainingState, dtype: torch.
     Without `dtype`, the target may have a wider one, which holds the same values.
     """
     for kind in source.dtypes:
+        frozen = frozen_tensors(source.model) if kind != "weights" else ()
         for name, tensor in unfused_tensors(source.model).items():
+            if name in frozen:
+                continue
             a, b = (state.readers[kind](tensor) for state in (source, target))
             expected = dtype or torch.promote_types(a.dtype, b.dtype)
             a, b = a.to(expected).contiguous(), b.contiguous()

@@ -29,8 +29,14 @@ def weights_only_state(weights: WeightSource, dtype: torch.dtype | None = None) 
 
 def checkpoint_bytes(state: TrainingState) -> int:
     """The size of a checkpoint of this state in bytes, without file headers."""
-    parameters = models.blueprint_of(state.model).parameter_count()
+    blueprint = models.blueprint_of(state.model)
+    parameters = blueprint.parameter_count() if _has_weights_only(state) else blueprint.trained_count
     return parameters * sum(dtype.itemsize for dtype in state.dtypes.values())
+
+
+def _has_weights_only(state: TrainingState) -> bool:
+    """True if there is no optimizer state, without which all weights are written, trained or not."""
+    return len(state.dtypes) == 1
 
 
 def write_checkpoint(
@@ -49,11 +55,12 @@ def write_checkpoint(
     """
     layout = Layout.from_config(config, ranks)
     blueprint = models.blueprint_of(config.model)
+    names = [*blueprint.parameter_names()] if _has_weights_only(state) else blueprint.trained_names()
     storage = LocalStorage(directory)
     storage.mkdir()
 
     def write(rank: int) -> None:
-        slices = [(kind, piece) for kind in state.dtypes for piece in owned_slices(blueprint, layout, rank)]
+        slices = [(kind, piece) for kind in state.dtypes for piece in owned_slices(blueprint, layout, rank, names)]
 
         def tensors() -> Iterator[Tensor]:
             for tensor in prefetch(partial(state.read, kind, piece) for kind, piece in slices):
@@ -70,4 +77,4 @@ def write_checkpoint(
         for rank in range(layout.world_size):
             workers.submit(rank, partial(write, rank))
     manifest = checkpoint.build_manifest(config.model_dump(mode="json"), state.dtypes, counters)
-    checkpoint.commit(storage, checkpoint.build_shard_table(blueprint, layout), manifest, model_files)
+    checkpoint.commit(storage, checkpoint.build_shard_table(blueprint, layout, names), manifest, model_files)

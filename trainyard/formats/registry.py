@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainyard import models
 from trainyard.checkpoint.checkpoint import Checkpoint, latest_checkpoint
-from trainyard.checkpoint.weights import TrainingState, WeightSource, unfused_tensors
+from trainyard.checkpoint.weights import BaseWeights, TrainingState, WeightSource, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.hf_config import from_hf
@@ -29,17 +29,31 @@ too, and Megatron Core's torch_dist is a directory of DCP."""
 FORMAT_DESCRIPTIONS = {"native": "a trainyard checkpoint"} | {each.name: each.description for each in FORMATS}
 
 
+class InitialWeights:
+    """The initial values of a model."""
+
+    def __init__(self, model: models.ModelConfig, seed: int) -> None:
+        self.model, self.seed, self.blueprint = model, seed, models.blueprint_of(model)
+        names = self.blueprint.parameter_names()
+        self.parameters = {piece.name: name for name in names for piece in self.blueprint.local_slices(name)}
+        """The (fused) parameter of each unfused tensor."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def read(self, piece: TensorSlice, read: Callable[[TensorSlice], Tensor] | None = None) -> Tensor:
+        """`read` is that of `initial_slice`."""
+        out = torch.empty(piece.sizes)
+        initial_slice(self.blueprint, self.parameters[piece.name], piece, self.seed, "cpu", out, read)
+        return out
+
+
 class AddedParameters:
     """The weights of a smaller model as those of `model`: what they lack, such as adapters or a bias of routers, has
     its initial values."""
 
     def __init__(self, weights: WeightSource, model: models.ModelConfig, seed: int) -> None:
-        self.weights, self.model, self.seed = weights, model, seed
-        blueprint = models.blueprint_of(model)
-        self.blueprint = blueprint
-        names = ((piece.name, name) for name in blueprint.parameter_names() for piece in blueprint.local_slices(name))
-        self.parameters = dict(names)
-        """The (fused) parameter of each unfused tensor."""
+        self.weights, self.model, self.initial = weights, model, InitialWeights(model, seed)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.weights.dtype(name) if self._has(name) else torch.float32
@@ -47,9 +61,7 @@ class AddedParameters:
     def read(self, piece: TensorSlice) -> Tensor:
         if self._has(piece.name):
             return self.weights.read(piece)
-        name, out = self.parameters[piece.name], torch.empty(piece.sizes)
-        initial_slice(self.blueprint, name, piece, self.seed, "cpu", out, lambda rows: self.weights.read(rows).float())
-        return out
+        return self.initial.read(piece, lambda rows: self.weights.read(rows).float())
 
     def _has(self, name: str) -> bool:
         return name in unfused_tensors(self.weights.model)
@@ -105,9 +117,17 @@ def open_weights(
     return OpenedCheckpoint(found.name, weights, weights.notes, found.open_state(path, weights.model, hints or {}))
 
 
+def open_base(base: BaseWeights, model: models.ModelConfig) -> WeightSource:
+    """Open the weights that a run of `model` does not train."""
+    if base.location:
+        return open_weights(base.location, model, seed=base.seed).weights
+    return InitialWeights(model, base.seed)
+
+
 def _open_native(
     checkpoint: Checkpoint, location: str | Path, model: models.ModelConfig | None, seed: int
 ) -> OpenedCheckpoint:
+    checkpoint.open_base = open_base
     stored_model = model
     if model and checkpoint.model.without_router_bias is checkpoint.model:
         stored_model = model.without_router_bias

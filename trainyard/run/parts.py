@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from trainyard.checkpoint.checkpoint import Checkpoint
+from trainyard.checkpoint.weights import BaseWeights
 from trainyard.core.world import World
 from trainyard.data.loading.fingerprint import Fingerprints
 from trainyard.data.loading.loader import BatchLoader
@@ -47,6 +48,7 @@ class BuiltTrainer(TrainerView, Protocol):
     run_directory: RunDirectory
     model_files: dict[str, bytes]
     resumed: Checkpoint | None
+    base: BaseWeights | None
     callbacks: list[Callback]
     """While parts are built: those that exist."""
     user_callbacks: list[Callback]
@@ -100,7 +102,7 @@ def _saver(trainer: BuiltTrainer) -> Sequence[Part]:
     data_files: Fingerprints = fingerprint_data(config.data) if mesh.layout_rank == 0 else {}
     if config.checkpoint.memory_every:
         data_files = mesh.broadcast_object(lambda: data_files, trainer.context.device)
-    writer = StateWriter(config, run, trainer.context, trainer.optimizer, data_files)
+    writer = StateWriter(config, run, trainer.context, trainer.optimizer, data_files, trainer.base)
     storage = open_storage(config.checkpoint.directory or run.path / "checkpoints")
     return (Saver(writer, storage, partial(trainer.notify, "on_checkpoint"), trainer.spans, trainer.model_files),)
 

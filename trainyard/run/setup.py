@@ -21,6 +21,7 @@ from trainyard.metrics.throughput import ThroughputMeter
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.run.callbacks import Callback, P, Part, build_callbacks
+from trainyard.run.checkpointing.base_weights import find_base
 from trainyard.run.checkpointing.config_check import check_compatible
 from trainyard.run.checkpointing.data_check import check_same_versions
 from trainyard.run.checkpointing.resume import find_resume_point, restore
@@ -112,7 +113,11 @@ class TrainSetup:
         )
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         resuming = self.resumed is not None
-        values = build.initial_parameters(config.model, weights_from, config.train.seed, context, resuming, weights)
+        self.base = None
+        """Where the weights of step 0 are, or those that a resumed run does not train; None: `weights`."""
+        if not weights:
+            self.base = find_base(config.model, weights_from, config.train.seed, self.resumed, mesh, device)
+        values = build.initial_parameters(config.model, self.base, context, resuming, weights)
         self.stragglers = StragglerMonitor.create(mesh, device, config.layout.zero)
         stopwatch = self.stragglers.stopwatch if self.stragglers else None
         self.spans = SpanRecorder()

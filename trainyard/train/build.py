@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainyard import devices, models
-from trainyard.checkpoint.weights import local_values
+from trainyard.checkpoint.weights import BaseWeights, local_values
 from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import DeviceSection, EvaluateSection, PrecisionSection, RecomputeSection, TrainSection
 from trainyard.core.errors import UserError
@@ -154,27 +155,41 @@ def build_stages(
 
 def initial_parameters(
     model: models.ModelConfig,
-    init_from: str | None,
-    seed: int,
+    base: BaseWeights | None,
     context: RankContext,
     resuming: bool,
     weights: models.ParameterValues | None,
 ) -> models.ParameterValues:
-    """Where this rank's parameters get their values: zeros if a checkpoint is loaded later, the given full weights, a
-    checkpoint of any format, or random initialization."""
+    """Where this rank's parameters get their values: the given full weights, a checkpoint of any format, or random
+    initialization; zeros for what a checkpoint to resume from has, which is loaded later."""
+    blueprint, shard = context.blueprint, context.mesh.model_shard
+    if not resuming:
+        return _base_values(model, base, context, weights)
+
+    def zeros(name: str) -> Tensor:
+        return torch.zeros(blueprint.local_shape(name, shard))
+
+    if blueprint.trained_count == blueprint.parameter_count():
+        return zeros
+    values = _base_values(model, base, context, weights)
+    return lambda name: zeros(name) if blueprint.is_trained(name) else values(name)
+
+
+def _base_values(
+    model: models.ModelConfig, base: BaseWeights | None, context: RankContext, weights: models.ParameterValues | None
+) -> models.ParameterValues:
     blueprint, mesh = context.blueprint, context.mesh
     shard = mesh.model_shard
-    if resuming:
-        return lambda name: torch.zeros(blueprint.local_shape(name, shard))
     if weights:
         return shard_values(blueprint, weights, shard)
-    if init_from:
-        logger.info("reading weights from %s", init_from)
-        opened = open_initial_weights(init_from, model, seed, mesh, context.device)
+    assert base
+    if base.location:
+        logger.info("reading weights from %s", base.location)
+        opened = open_initial_weights(base.location, model, base.seed, mesh, context.device)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
         return local_values(opened.weights, shard)
-    return initial_values(blueprint, seed, context.device.init_device, shard)
+    return initial_values(blueprint, base.seed, context.device.init_device, shard)
 
 
 def wrap_blocks(

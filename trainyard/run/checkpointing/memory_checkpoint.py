@@ -85,6 +85,7 @@ def find_memory_checkpoint(directory: str, run_id: str, newer_than: int, mesh: M
 def _write_commit_file(directory: LocalStorage, manifest: dict[str, Any], sizes: dict[str, int]) -> None:
     saved = parse(manifest["config"])
     layout = Layout.from_config(saved, manifest["world_size"])
-    table = checkpoint.build_shard_table(blueprint_of(saved.model), layout)
+    blueprint = blueprint_of(saved.model)
+    table = checkpoint.build_shard_table(blueprint, layout, blueprint.trained_names())
     directory.mkdir()
     checkpoint.write_commit_file(directory, table, sizes, {**manifest, "model_files": {}})

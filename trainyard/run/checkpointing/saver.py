@@ -79,13 +79,14 @@ class Saver(StateSaver):
     @cached_property
     def slice_table(self) -> checkpoint.ShardTable:
         """What every rank writes. Takes seconds to compute for thousands of ranks."""
-        return checkpoint.build_shard_table(self.context.blueprint, self.mesh.layout)
+        blueprint = self.context.blueprint
+        return checkpoint.build_shard_table(blueprint, self.mesh.layout, blueprint.trained_names())
 
     @property
     def required_bytes(self) -> int:
         """Size of a checkpoint over all ranks."""
         slack = SLACK_BYTES * (1 + self.mesh.layout.world_size)
-        return self.context.blueprint.parameter_count() * self.state_writer.bytes_per_weight + slack
+        return self.context.blueprint.trained_count * self.state_writer.bytes_per_weight + slack
 
     def _check_directory(self) -> None:
         """Check before the first step that a checkpoint can be written."""

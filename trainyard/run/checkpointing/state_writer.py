@@ -18,6 +18,7 @@ from trainyard.checkpoint import checkpoint
 from trainyard.checkpoint.file_names import shard_name, step_directory
 from trainyard.checkpoint.partition import owned_slices
 from trainyard.checkpoint.shard_file import write_shard
+from trainyard.checkpoint.weights import BaseWeights, frozen_tensors
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.data.loading.fingerprint import Fingerprints
@@ -101,12 +102,14 @@ class StateWriter:
     optimizer: Optimizer
     data_files: Fingerprints
     """Fingerprints of the data, on the ranks that write a manifest."""
+    base: BaseWeights | None
+    """Where the weights are that the run does not train; None: its caller made them."""
     host_slices: dict[str, list[Tensor]] = field(init=False, default_factory=dict)
     """Host copies of the slices, by kind of state; views of one buffer each."""
 
     def __post_init__(self) -> None:
-        mesh = self.context.mesh
-        self.slices = owned_slices(self.context.blueprint, mesh.layout, mesh.layout_rank)
+        mesh, blueprint = self.context.mesh, self.context.blueprint
+        self.slices = owned_slices(blueprint, mesh.layout, mesh.layout_rank, blueprint.trained_names())
         """What this rank writes."""
         self.state_buffers = self.optimizer.state.saved_buffers()
 
@@ -122,6 +125,8 @@ class StateWriter:
         """A save of `step` below the directory `parent`."""
         counters: dict[str, Any] = {"step": step, "consumed_samples": step * self.config.train.global_batch}
         counters[FINGERPRINTS_KEY] = self.data_files
+        if self.base and frozen_tensors(self.config.model):
+            counters["base"] = self.base._asdict()
         manifest = checkpoint.build_manifest(self.config.model_dump(mode="json"), self.dtypes, counters)
         return PendingSave(step, parent / step_directory(step), manifest | owner_record(self.run), started_at)
 
