@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trainyard.core.constants import GIB
 from trainyard.core.quantities import counted
-from trainyard.models import blueprint_of
+from trainyard.models import Blueprint, blueprint_of
 from trainyard.preflight.plan.compare_measured import ComparisonRow
 from trainyard.preflight.plan.group_rules import PlanProblem
 from trainyard.preflight.plan.report import ConfigChange, Plan
@@ -72,6 +72,16 @@ def format_gib(size: float) -> str:
     return f"{size / GIB:.{1 if size >= GIB / 10 else 2 if size else 0}f}"
 
 
+def _weights_text(blueprint: Blueprint) -> str:
+    """The number of weights, and of those that are trained unless all are."""
+
+    def size(weights: int) -> str:
+        return f"{weights / 1e9:.2f}B" if weights > 1e9 else f"{weights / 1e6:.1f}M"
+
+    count, trained = blueprint.parameter_count(), blueprint.trained_count
+    return f"{size(count)} weights" + (f", {size(trained)} of them trained" if trained < count else "")
+
+
 def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: list[PlanProblem]) -> None:
     console = _console()
 
@@ -79,9 +89,7 @@ def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: l
         console.print(Text(textwrap.fill(line, console.width, subsequent_indent=" " * INDENT)))
 
     config, layout, hardware = plan.config, plan.layout, plan.hardware
-    weights = blueprint_of(config.model).parameter_count()
-    size = f"{weights / 1e9:.2f}B" if weights > 1e9 else f"{weights / 1e6:.1f}M"
-    print_line(f"{source}, {size} weights, on {hardware.describe()}")
+    print_line(f"{source}, {_weights_text(blueprint_of(config.model))}, on {hardware.describe()}")
     print_line(layout.describe())
     if config.layout.ranks and config.layout.ranks != hardware.ranks:
         print_line(f"(the file is meant for layout.ranks={config.layout.ranks})")

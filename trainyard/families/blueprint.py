@@ -103,6 +103,12 @@ class ParamSpec:
         return self.active_experts / self.experts if self.experts else 1.0
 
     @property
+    def matmul_passes(self) -> int:
+        """Multiplications of a training step with each element of the matrix: forward, and backward for the gradients
+        of its input and, if it is trained, of itself."""
+        return 3 if self.trained else 2
+
+    @property
     def weight_decay(self) -> bool:
         """True for matrices and embeddings, which are the parameters with random initial values."""
         return self.init_std is not None
@@ -198,6 +204,16 @@ class Blueprint:
 
     def is_trained(self, name: str) -> bool:
         return self.spec(name).trained
+
+    @property
+    def tied_head_passes(self) -> int:
+        """`ParamSpec.matmul_passes` of the output projection that shares the embedding's matrix."""
+        return next(spec.matmul_passes for spec in self.specs if spec.pipeline_stage == "both")
+
+    @property
+    def trains_embedding(self) -> bool:
+        """True if the input of the first layer has a gradient."""
+        return any(spec.trained for spec in self.specs if spec.pipeline_stage in ("first", "both"))
 
     @property
     def trained_count(self) -> int:

@@ -1,6 +1,7 @@
 """Training FLOP of one sample, counted from the blueprint.
 
-Backward counts as twice the forward; recompute is not counted. Attention FLOP come in both conventions: `full` counts
+Backward counts as twice the forward, and for a matrix that is not trained as once; recompute is not counted. Attention
+FLOP come in both conventions: `full` counts
 every query-key pair, `causal` only the pairs that the mask keeps. Compare MFU between systems only within one
 convention.
 """
@@ -25,17 +26,22 @@ class SampleFlops:
 def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_predictions: int) -> SampleFlops:
     tokens = {"tokens": seq_len, "masked": max_predictions, "first": 1, "nothing": 0}
     matmuls = sum(
-        2 * prod(spec.shape) * spec.flops_share * tokens[spec.flops_tokens] * blueprint.copies(spec)
+        2
+        * prod(spec.shape)
+        * spec.flops_share
+        * tokens[spec.flops_tokens]
+        * blueprint.copies(spec)
+        * spec.matmul_passes
         for spec in blueprint.specs
     )
     if blueprint.tied_head:
         vocab, hidden, head_tokens = blueprint.tied_head
-        matmuls += 2 * vocab * hidden * tokens[head_tokens]
+        matmuls += 2 * vocab * hidden * tokens[head_tokens] * blueprint.tied_head_passes
     family, per_layer = family_of(c), 4 * c.heads * c.head_size * seq_len**2
     layers = Counter(family.visible_keys(c, layer, seq_len) / seq_len for layer in range(c.layers))
     """Number of layers by the share of the pairs that their mask keeps."""
     attention = sum(count * per_layer * visible for visible, count in layers.items())
-    return SampleFlops(3.0 * (matmuls + c.layers * per_layer), 3.0 * (matmuls + attention))
+    return SampleFlops(matmuls + 3.0 * c.layers * per_layer, matmuls + 3.0 * attention)
 
 
 def layer_flops(c: ModelConfig, blueprint: Blueprint, seq_len: int) -> list[float]:

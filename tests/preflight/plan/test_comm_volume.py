@@ -179,6 +179,14 @@ MIXED = MOE.replace("model.layers=2", "model.layers=6") + (
     " model.family=tests.support.two_kinds:FAMILY model.dense_ffn=768 model.window=32 model.top_k=2"
 )
 """Two dense layers, then four with experts; every other layer has a window."""
+
+
+def freeze(pattern: str) -> str:
+    """Parameters whose names match are not trained, some others have a learning rate of their own."""
+    keys = f'{{"lr_scale":2.0,"pattern":"{pattern}"}}'
+    return f'model.linear={{"tests.support.frozen_linear:WRAPPER":{keys}}}'
+
+
 SMALL_CASES: list[Case] = [
     (recipe, rank, 4 if "layout.pp" in layout else 2, *f"{base} {layout}".split())
     for recipe, base, rank, layout in (
@@ -222,6 +230,28 @@ SMALL_CASES: list[Case] = [
         ("tiny-llama", MIXED, 1, "layout.ep=2 layout.pp=2 layout.pipeline_cuts=[1] layout.zero=3"),
         ("tiny-llama", MIXED, 5, "layout.ep=2 layout.tp=2 layout.pp=2 layout.zero=1"),
         ("tiny-llama", MIXED, 3, "layout.tp=2 layout.cp=2 layout.zero=1 recompute.kind=full"),
+        ("tiny-llama", LLAMA, 5, f"layout.tp=2 layout.zero=3 {freeze('')}"),
+        ("tiny-llama", LLAMA, 1, f"layout.tp=2 layout.sequence_parallel=true layout.zero=1 {freeze('')}"),
+        (
+            "tiny-llama",
+            LLAMA,
+            1,
+            f"layout.tp=2 layout.sequence_parallel=true layout.zero=1 {freeze('embedding|norm|gate_up|output')}",
+        ),
+        (
+            "tiny-llama",
+            LLAMA,
+            3,
+            f"layout.tp=4 layout.pp=2 model.layers=4 layout.zero=0 {freeze('embedding|norm|attention')}",
+        ),
+        (
+            "tiny-llama",
+            LLAMA,
+            7,
+            f"layout.tp=4 layout.pp=2 model.layers=4 layout.zero=1 {freeze('embedding|norm|down')}",
+        ),
+        ("mixtral-8x7b", MOE, 5, f"layout.ep=2 layout.pp=2 layout.zero=3 {freeze('experts|embedding')}"),
+        ("gpt3-6.7b", OTHER, 1, f"layout.tp=2 layout.zero=2 {freeze('weight')}"),
     )
 ]
 

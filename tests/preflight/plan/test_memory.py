@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.preflight.plan.exact_peak import exact_peak
 from tests.support import configs
 from tests.support.examples import examples
+from tests.support.frozen_linear import frozen
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.devices import DEVICES
@@ -146,6 +147,31 @@ def test_estimate_equals_exact_peak_of_a_dry_run(recompute: str, layout: str) ->
     sizes = Layout.from_config(config, 2)
     for pp in range(sizes.pp):
         assert allocated(config, sizes, pp, TRAINIUM) == pytest.approx(exact_peak(config, pp, 2), rel=TOLERANCE)
+
+
+FROZEN = "embedding|norm|output|qkv|gate_up"
+"""Parameters that are not trained; the first layer computes no gradient of its input."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "model.layers=6",
+        *(pytest.param(layout, marks=NIGHTLY) for layout in ("layout.zero=1", "layout.tp=2", PIPELINE)),
+        pytest.param("recompute.kind=full model.layers=5", marks=NIGHTLY),
+    ],
+)
+def test_estimate_with_frozen_weights_equals_exact_peak(layout: str) -> None:
+    overrides = [*SHAPE.split(), "train.micro_batch=4", *layout.split()]
+    plain = load("tiny-llama", overrides)
+    model = frozen(plain.model.model_dump(mode="json"), pattern=FROZEN)
+    config = parse({**plain.model_dump(mode="json"), "model": model})
+    ranks = 1 if "layout" not in layout else 2
+    sizes = Layout.from_config(config, ranks)
+    for pp in range(sizes.pp):
+        estimate = allocated(config, sizes, pp, TRAINIUM)
+        assert estimate == pytest.approx(exact_peak(config, pp, ranks), rel=TOLERANCE)
+        assert estimate < 0.9 * allocated(plain, sizes, pp, TRAINIUM)
 
 
 def recipe_peaks(recipe: str, rank: int, *overrides: str) -> tuple[int, int]:

@@ -125,8 +125,10 @@ def find_run_directory(source: str) -> Path:
 def print_run_header(console: Console, trainer: "Trainer") -> None:
     """Print model, device, precision, batch and layout of a run."""
     config, layout, peak = trainer.config, trainer.layout, trainer.throughput.peak
-    weights, batch = trainer.blueprint.parameter_count(), f"{config.train.global_batch} x {config.data.seq_len}"
-    header = f"{config.model.family} with {weights:,} weights on {trainer.device.describe()}; {config.precision.kind}, "
+    weights, trained = trainer.blueprint.parameter_count(), trainer.blueprint.trained_count
+    batch = f"{config.train.global_batch} x {config.data.seq_len}"
+    counts = f"{weights:,} weights" + (f", {trained:,} of them trained," if trained < weights else "")
+    header = f"{config.model.family} with {counts} on {trainer.device.describe()}; {config.precision.kind}, "
     header += f"{counted(config.train.steps, 'step')} of {batch} tokens"
     header += f"; peak {peak.flops / 1e12:.2f} TFLOP/s ({peak.source})" if peak else ""
     print_line(console, header)

@@ -11,11 +11,11 @@ from trainyard.devices.kind import DeviceKind
 from trainyard.models import family_of
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout
-from trainyard.preflight.plan.rank_parameters import LocalParam, first_alike
+from trainyard.preflight.plan.rank_parameters import LocalParam, first_alike, shapes_and_specs
 from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, TracedStage
 from trainyard.train.decisions import fp8_layer_range, fuses_wgrad, packs_batches
 from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE
-from trainyard.train.optim.flat_state import make_flat_buffer
+from trainyard.train.optim.flat_state import make_flat_buffer, make_frozen_buffer
 from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.update_rule import UpdateRule, UpdateShape
 
@@ -66,10 +66,13 @@ class PlannedRun:
         )  # fmt: skip
 
     def flat_buffer(self, params: dict[str, LocalParam]) -> FlatBuffer:
-        """The flat buffer that the run lays out for `params`, which `local_params` returned."""
-        shapes = {name: param.shape for name, param in params.items()}
-        specs = {name: param.spec for name, param in params.items()}
-        return make_flat_buffer(shapes, specs, self.layout, self.precision, self.rule)
+        """The flat buffer that the run lays out for those of `params`, which `local_params` returned, that are
+        trained."""
+        return make_flat_buffer(*shapes_and_specs(params), self.layout, self.precision, self.rule)
+
+    def frozen_buffer(self, params: dict[str, LocalParam]) -> FlatBuffer:
+        """The buffer of all others."""
+        return make_frozen_buffer(*shapes_and_specs(params), self.layout)
 
     def update_shape(self, flat: FlatBuffer) -> UpdateShape:
         return UpdateShape(self.layout, self.precision, flat, self.zero >= 2, self.fused_kernels)

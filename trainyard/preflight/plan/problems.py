@@ -52,9 +52,9 @@ def _memory_problems(plan: Plan, fixes: list[ConfigChange]) -> Iterator[PlanProb
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Size of one checkpoint, over all ranks: master weights and two moments."""
+    """Size of one checkpoint, over all ranks: master weights and two moments of what is trained."""
     model, per_weight = plan.config.model, 8 + (2 if plan.config.precision.kind == "bf16_sr" else 4)
-    return blueprint_of(model).parameter_count() * per_weight
+    return blueprint_of(model).trained_count * per_weight
 
 
 def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:

@@ -23,9 +23,11 @@ class LocalParam:
 @cache
 def first_alike(model: ModelConfig, fp8_layers: range = range(0)) -> tuple[int, ...]:
     """For each layer the first one of its kind; in fp8 or not, layers are of different kinds. A plan traces one or two
-    layers of each kind, which stand for all others."""
+    layers of each kind, which stand for all others. If the embedding is not trained, the first layer is of a kind of
+    its own: its input has no gradient."""
     first: dict[Hashable, int] = {}
-    kinds = ((model.layer_kind(layer), layer in fp8_layers) for layer in range(model.layers))
+    apart = 0 if blueprint_of(model).trains_embedding else 1
+    kinds = ((model.layer_kind(layer), layer in fp8_layers, layer < apart) for layer in range(model.layers))
     return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 
 
@@ -41,6 +43,11 @@ def local_params(model: ModelConfig, shard: ModelShard, stages: list[StageSpec])
             named |= {param.spec.name.replace("*", str(layer)): param for param in params[alike[layer]]}
         named |= {param.spec.name: param for param in params["last"] * stage.is_last}
     return dict(sorted(named.items(), key=lambda item: not item[1].spec.weight_decay))
+
+
+def shapes_and_specs(params: dict[str, LocalParam]) -> tuple[dict[str, tuple[int, ...]], dict[str, ParamSpec]]:
+    """Local shapes and rows of the blueprint by name."""
+    return {name: param.shape for name, param in params.items()}, {name: param.spec for name, param in params.items()}
 
 
 @cache

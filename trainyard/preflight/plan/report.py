@@ -11,6 +11,7 @@ from trainyard.config.schema import Config, PrecisionSection, RecomputeSection
 from trainyard.core.errors import UserError
 from trainyard.devices.kind import DeviceKind
 from trainyard.families.flops import flops_per_sample
+from trainyard.models import blueprint_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import layout_as_run
 from trainyard.preflight.plan.hardware.spec import Hardware
@@ -66,7 +67,7 @@ def estimate_cost(run: PlannedRun, hardware: Hardware, seconds: float, price_per
     """The cost of a run whose steps take `seconds`. `price_per_hour` overrides the price in the catalog."""
     train, data = run.train, run.data
     speed = train.global_batch / seconds
-    flops = flops_per_sample(run.model, run.family.blueprint(run.model), data.seq_len, data.max_predictions)
+    flops = flops_per_sample(run.model, blueprint_of(run.model), data.seq_len, data.max_predictions)
     peak = hardware.peak_flops(run.precision.compute_dtype) * hardware.ranks
     hours = seconds * train.steps / HOUR_S
     price = hardware.entry.price_per_hour if price_per_hour is None else price_per_hour

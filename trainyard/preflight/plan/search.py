@@ -91,8 +91,10 @@ class LayoutSearch:
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self.config, self.hardware = config, hardware
         self.file_point = SearchPoint(*attrgetter(*SEARCHED_KEYS)(config))
-        count = blueprint_of(config.model).parameter_count
-        self.weights, self.expert_weights = count(), count(lambda spec: bool(spec.experts))
+        blueprint = blueprint_of(config.model)
+        self.weights = blueprint.trained_count
+        self.expert_weights = blueprint.parameter_count(lambda spec: bool(spec.experts and spec.trained))
+        self.frozen_weights = blueprint.parameter_count() - self.weights
 
     def best(self, count: int, on_progress: Callable[[int, int], None] = lambda done, total: None) -> LayoutRanking:
         """The best `count` layouts. `on_progress` is called with the number of layouts timed and their total."""
@@ -196,7 +198,8 @@ class LayoutSearch:
         saved = {"full": model.hidden, "selective": 2 * model.hidden}.get(recompute, 4 * model.hidden + model.ffn_size)
         # The first stage has one micro batch in flight for each stage: together all layers of one micro batch.
         tokens = micro_batch * self.config.data.seq_len / cp
-        return weights * per_weight + model.layers * tokens * saved * compute / tp
+        frozen = self.frozen_weights * compute / (tp * pp * ep) / (shards // ep if zero >= 2 else 1)
+        return frozen + weights * per_weight + model.layers * tokens * saved * compute / tp
 
     def _config_at(self, point: SearchPoint) -> Config:
         """The file with the values of `point`, as the hardware runs it. Tensor parallelism implies sequence

@@ -28,8 +28,9 @@ class OptimizerMemory:
     def __init__(self, run: PlannedRun, stages: list[StageSpec]) -> None:
         self.run = run
         params = local_params(run.model, run.layout.model_shard(0), stages)
-        self.flat = run.flat_buffer(params)
-        missing = set[str]().union(*(missing_state(run.rule, param.spec) for param in params.values()))
+        self.flat, self.frozen_flat = run.flat_buffer(params), run.frozen_buffer(params)
+        trained = (param.spec for param in params.values() if param.spec.trained)
+        missing = set[str]().union(*(missing_state(run.rule, spec) for spec in trained))
         self.resident = self._resident(missing)
         """Bytes from the first step to the last."""
 
@@ -41,31 +42,37 @@ class OptimizerMemory:
         states = self.run.rule.state_names
         moments = 4 * sum(self.flat.shard_undecayed_end if name in missing else shard for name in states)
         if zero >= 2:
-            return RankMemory(gradients=shard * master, optimizer=shard * master + moments)
+            frozen = self.frozen_flat.shard_size * compute
+            return RankMemory(frozen, shard * master, shard * master + moments)
         gradients = size * gradient + (shard * gradient if zero else 0)
         master_is_weights = not zero and master == compute
-        return RankMemory(size * compute, gradients, moments + (0 if master_is_weights else shard * master))
+        weights = (size + self.frozen_flat.size) * compute
+        return RankMemory(weights, gradients, moments + (0 if master_is_weights else shard * master))
 
     def gathered_weights(self) -> tuple[int, int, int]:
         """Full weights under ZeRO-2 and 3, as torch's fully_shard gathers them: at the loss, in the forward pass and in
         the backward pass. Those outside the blocks, and with ZeRO-2 all, stay from forward to backward; ZeRO-3 also has
         those of a block and of the next one. The backward pass adds a block's full gradients, once in the compute dtype
-        and once in the reduce dtype."""
+        and once in the reduce dtype, as far as the block is trained."""
         zero, precision = self.run.zero, self.run.precision
         if zero < 2:
             return 0, 0, 0
         compute, reduce = DTYPE_BYTES[precision.compute_dtype], DTYPE_BYTES[precision.grad_reduce_dtype]
-        sizes = Counter[int | None]()
-        for name, span in self.flat.spans.items():
-            sizes[layer_index(name)] += prod(span.shape)
-        block = max(size for layer, size in sizes.items() if layer is not None)
+        sizes, trained = Counter[int | None](), Counter[int | None]()
+        for flat in (self.flat, self.frozen_flat):
+            for name, span in flat.spans.items():
+                sizes[layer_index(name)] += prod(span.shape)
+                trained[layer_index(name)] += prod(span.shape) * (flat is self.flat)
+        block, trained_block = (
+            max(size for layer, size in counter.items() if layer is not None) for counter in (sizes, trained)
+        )
         at_loss = compute * (sizes.total() if zero == 2 else sizes[None])
         forward = at_loss + compute * (0 if zero == 2 else 2 * block)
-        return at_loss, forward, forward + block * (compute + reduce)
+        return at_loss, forward, forward + trained_block * (compute + reduce)
 
     def initialization(self, unallocated: int) -> RankMemory:
         """Initial weights are drawn in fp32, one parameter at a time, before `unallocated` bytes of the run exist."""
-        size = max(prod(span.shape) for span in self.flat.spans.values())
+        size = max(prod(span.shape) for flat in (self.flat, self.frozen_flat) for span in flat.spans.values())
         drawn = 4 * size + INIT_BYTES_PER_ELEMENT * min(size, CHUNK_ELEMENTS)
         drawn += PREVIOUS_CHUNK_BYTES_PER_ELEMENT * CHUNK_ELEMENTS * (size >= 2 * CHUNK_ELEMENTS)
         return RankMemory(buffers=drawn - unallocated)

@@ -131,7 +131,7 @@ def _extrapolate(trace: MemoryTrace, traced: list[int], patterns: list[_LayerPat
     return PassMemory(
         saved=trace.saved + total,
         forward=RankMemory(activations=forward[peak_part] - logits, logits=logits),
-        backward=RankMemory(activations=max(backward.values())),
+        backward=RankMemory(activations=max(backward.values(), default=0)),
         deferred_grads=sum(deferred.values()),
         live_after_layer=live_after | {-1: trace.end_bytes.get(EMBEDDING, 0)},
     )

@@ -167,7 +167,8 @@ def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
             for group, params_of_group in by_group.items():
                 size, times = padded_elements(params_of_group, group[1]), micro_batches * count
                 messages.add(*group, "all_gather", messages.compute_dtype, size, times * gathers)
-                messages.add(*group, "reduce_scatter", messages.reduce_dtype, size, times)
+                trained = padded_elements([param for param in params_of_group if param.spec.trained], group[1])
+                messages.add(*group, "reduce_scatter", messages.reduce_dtype, trained, times)
     master_dtype = "bfloat16" if run.precision.kind == "bf16_sr" else "float32"
     _add_replicated_params(messages, params, run.flat_buffer(params), master_dtype)
 
@@ -179,7 +180,8 @@ def _add_replicated_params(
     shard, and the norms."""
     run, layout = messages.run, messages.layout
     elements = Counter[str]()
-    for name, param in params.items():
+    for name in flat.spans:
+        param = params[name]
         shard = layout.data_shard(messages.rank, flat.spans[name].of_experts)[1] if run.zero else 0
         spec, rows, width = param.spec, len(flat.shard_row_range(name, shard)), prod(param.shape[1:])
         if spec.pipeline_stage == "both":

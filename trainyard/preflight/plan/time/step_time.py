@@ -164,7 +164,7 @@ def _blueprint(model: ModelConfig) -> Blueprint:
 
 
 def local_weight_count(model: ModelConfig, layout: Layout, pp: int, sharded: bool = False) -> int:
-    """Weights of a rank, or of its ZeRO shard."""
+    """Trained weights of a rank, or of its ZeRO shard."""
     shards = layout.dp * layout.cp if sharded else 1
     expert_shards = shards // layout.ep if sharded else 1
     sizes = _weights_by_stage(model, layout.model_shard(0), shards, expert_shards)
@@ -178,10 +178,15 @@ def local_weight_count(model: ModelConfig, layout: Layout, pp: int, sharded: boo
 def _weights_by_stage(
     model: ModelConfig, model_shard: ModelShard, shards: int, expert_shards: int
 ) -> dict[str | int, int]:
-    """Weights in a shard of a block of each kind, of the first and last stage, and of parameters that both have."""
+    """Trained weights in a shard of a block of each kind, of the first and last stage, and of parameters that both
+    have."""
     params = local_params_by_stage(model, model_shard)
     return {
-        stage: sum(prod(param.shape) // (expert_shards if param.spec.experts else shards) for param in members)
+        stage: sum(
+            prod(param.shape) // (expert_shards if param.spec.experts else shards)
+            for param in members
+            if param.spec.trained
+        )
         for stage, members in params.items()
     }
 
@@ -235,17 +240,17 @@ def _head_time(run: PlannedRun, hardware: Hardware) -> IdealTime:
         "nothing": 0,
     }
     blueprint = _blueprint(model)
-    forward = sum(
-        2 * prod(blueprint.local_shape(spec.name, ModelShard(tp))) * rows[spec.flops_tokens]
+    flops = sum(
+        2 * prod(blueprint.local_shape(spec.name, ModelShard(tp))) * rows[spec.flops_tokens] * spec.matmul_passes
         for spec in blueprint.specs
         if spec.pipeline_stage == "last"
     )
     if blueprint.tied_head:
-        forward += 2 * local_vocab * model.hidden * rows[blueprint.tied_head[2]]
+        flops += 2 * local_vocab * model.hidden * rows[blueprint.tied_head[2]] * blueprint.tied_head_passes
     logits = local_vocab * (masked if run.family.has_masked_positions else rows["tokens"])
     kind = "fp32" if run.precision.kind == "fp32" else "bf16"
     return IdealTime(
-        matmul=3 * forward / hardware.peak_flops(kind),
+        matmul=flops / hardware.peak_flops(kind),
         memory=LOSS_BYTES_PER_LOGIT * logits / hardware.memory_bandwidth,
     )
 

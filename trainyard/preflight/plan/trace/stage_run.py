@@ -232,9 +232,13 @@ class StageRun:
         self.parameters = models.assign_parameters(
             self.model, lambda name: torch.empty(shapes[name], dtype=self.dtype, device=META)
         )
+        blueprint = models.blueprint_of(stage.model)
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad_(blueprint.is_trained(name))
         self.gradients = {
             name: torch.empty(shape, dtype=DTYPES[precision.grad_accum_dtype], device=META)
             for name, shape in shapes.items()
+            if blueprint.is_trained(name)
         }
         for name, gradient in self.gradients.items():
             if accumulates:
@@ -262,7 +266,8 @@ class StageRun:
             self.recorder.in_backward = True
             self.recorder.end_forward()
             gradient = torch.empty_like(out) if self.received_gradient is None else self.received_gradient
-            compat.run_backward(out, gradient)
+            if out.requires_grad:  # not if nothing up to here is trained
+                compat.run_backward(out, gradient)
 
     def _forward(self) -> Tensor:
         output = self.model(self.batch, self.received)
