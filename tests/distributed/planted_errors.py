@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from trainyard import models
 from trainyard.config.schema import Config
+from trainyard.data.loading import packing
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.devices.cpu import CpuDevice
 from trainyard.models.base import TransformerStage
@@ -21,6 +23,7 @@ from trainyard.parallel.zero1 import GradientReducer
 from trainyard.preflight.verify import VerifyRecord, record_training
 from trainyard.train import build, cross_entropy
 from trainyard.train.optim.replicated_params import ReplicaSync
+from trainyard.train.step import TrainStep
 
 
 def record_with_error(config: Config, steps: int, planted: str = "") -> VerifyRecord:
@@ -142,6 +145,30 @@ def _batches_shifted() -> Any:
     return patch.object(BatchLoader, "batch", broken)
 
 
+def _documents_without(field: str) -> Any:
+    """Packed samples in which documents see each other, or positions do not restart."""
+    original = packing.document_ids
+
+    def broken(document_starts: Any) -> Any:
+        fields = original(document_starts)
+        one_document = original(np.zeros_like(document_starts))
+        return {**fields, field: one_document[field]}
+
+    return patch.object(packing, "document_ids", broken)
+
+
+def _mean_of_micro_batch_means() -> Any:
+    """Each micro batch divides by its own count and by the number of micro batches."""
+
+    def broken(self: TrainStep, output: Any, micro: models.Batch) -> torch.Tensor:
+        terms = self.loss_fn.terms(output, micro)
+        self.loss_sums.add(terms)
+        means = [total / count.clamp(min=1) for total, count in terms.values()]
+        return torch.stack(means).sum() / (self.mesh.layout.micro_batches * self.mesh.layout.dp)
+
+    return patch.object(TrainStep, "_micro_batch_loss", broken)
+
+
 def _decomposed_attention() -> Any:
     """Not an error: attention in plain operators over gathered keys."""
     return patch.object(CpuDevice, "kind", replace(CpuDevice.kind, decomposes_attention=True))
@@ -166,5 +193,8 @@ PLANTED_ERRORS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gathered-keys-out-of-order": lambda: _patch_all(
         _decomposed_attention(), patch.object(CoreAttention, "_visible_keys", lambda *_: None)
     ),
+    "documents-see-each-other": lambda: _documents_without("document_ids"),
+    "positions-not-reset": lambda: _documents_without("position_ids"),
+    "mean-of-micro-batch-means": _mean_of_micro_batch_means,
     "decomposed-attention": _decomposed_attention,
 }

@@ -58,10 +58,18 @@ class DataSection(Section):
     """Fraction of the samples held out for evaluation, 0 to 0.5; taken from the end."""
     document_mask: bool = False
     """Mask attention across document boundaries and restart positions in each document."""
+    packing: bool = False
+    """Fill each sample with as many whole documents as fit, which do not see each other (sources of documents, such as
+    conversations). false: one document per sample, and padding."""
     max_predictions: PositiveInt = 20
     """Maximum masked tokens per sample (BERT), at most data.seq_len."""
     cache: DataCacheSection = DataCacheSection()
     """Local copies of remote data files."""
+
+    @property
+    def separates_documents(self) -> bool:
+        """Samples have `document_ids` and `position_ids`."""
+        return self.document_mask or self.packing
 
     def has_flag(self, name: str) -> bool:
         """An attribute of the trainyard.DataSource; False for code of the user, which a configuration does not
@@ -93,4 +101,11 @@ class DataSection(Section):
             )
         if self.mask_eod_loss and not self.has_flag("marks_documents"):
             raise ValueError(f"mask_eod_loss=true: requires data.source=text or tokens; found {self.source}")
+        if self.packing and not is_user_path(self.source) and not self.has_flag("has_documents"):
+            raise ValueError(
+                f"packing=true: data.source={self.source} cuts its samples from a stream of tokens; nearest: "
+                "data.document_mask=true"
+            )
+        if self.document_mask and self.has_flag("has_documents"):
+            raise ValueError("document_mask=true: samples are whole documents; nearest: data.packing=true")
         return self

@@ -328,8 +328,9 @@ class Config(Section):
             name = model.family
             if self.samples.every:
                 raise ValueError(f"samples.every={self.samples.every}: {name} does not continue text; nearest: 0")
-            if data.document_mask:
-                raise ValueError(f"data.document_mask=true: each {name} sample is one sentence pair; nearest: false")
+            if data.separates_documents:
+                key = "packing" if data.packing else "document_mask"
+                raise ValueError(f"data.{key}=true: each {name} sample is one sentence pair; nearest: false")
             if not is_user_path(data.source) and family_of(model).loss not in SOURCES.find(data.source).losses:
                 raise ValueError(f"data.source={data.source}: {name} reads masked sentence pairs; nearest: hdf5")
             if data.max_predictions > data.seq_len - 3:

@@ -23,6 +23,8 @@ class DataSource:
     """data.order and data.split apply: it implements `open_in_order`."""
     marks_documents: bool = False
     """data.mask_eod_loss applies."""
+    has_documents: bool = False
+    """Samples are whole documents: `data.packing` applies, and `open` returns `packing.document_samples`."""
     has_fixed_length: bool = False
     """Samples do not follow data.seq_len, so a smoke trial keeps it."""
     is_countable: bool = False

@@ -61,7 +61,7 @@ class _Rows:
         self, seed: int, data: DataSection, prompts: Sequence[Sequence[int]], first: int, num_rows: int
     ) -> None:
         """`first` is the index of the first prompt among all prompts; the index is part of a prompt's random key."""
-        self.document_mask = data.document_mask
+        self.separates_documents = data.separates_documents
         self.tokens = torch.zeros(num_rows, data.seq_len, dtype=torch.int32)
         for row, prompt in zip(self.tokens, prompts, strict=False):
             row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
@@ -96,7 +96,7 @@ class _Rows:
             "labels": torch.where(is_last, 0, IGNORE_INDEX).int(),
             "sample_ids": torch.arange(len(self.tokens), dtype=torch.int32),
         }
-        if self.document_mask:
+        if self.separates_documents:
             batch |= {"document_ids": torch.zeros_like(self.tokens), "position_ids": position.contiguous()}
         return batch
 

@@ -11,9 +11,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
-from trainyard.data.loading.dataset import Indices
+from trainyard.data.loading.dataset import Dataset, Indices
 from trainyard.data.samples import Sample, document_ids
 
 
@@ -25,6 +26,12 @@ class Documents(Protocol):
 
     def document(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The tokens of a document, and which of them a model learns to predict."""
+
+
+def document_samples(documents: Documents, data: DataSection, pad_token: int) -> Dataset:
+    """The samples that a source of documents has."""
+    samples = PackedSamples if data.packing else PaddedSamples
+    return samples(documents, data.seq_len, pad_token)
 
 
 class PaddedSamples:

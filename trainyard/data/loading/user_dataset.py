@@ -31,7 +31,7 @@ from trainyard.families import ModelConfig, family_of
 from trainyard.remote.chunks.remote_path import RemoteFiles
 
 DOCUMENT_FIELDS = ("document_ids", "position_ids")
-"""Fields that data.document_mask adds."""
+"""Fields that data.document_mask and data.packing add."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def sample_fields(data: DataSection, model: ModelConfig) -> dict[str, FieldSpec 
         "masked_positions": FieldSpec(masked, masked_key, data.seq_len, seq_len_key),
         "next_sentence_labels": FieldSpec((), "one number per sample", 2, can_ignore=True),
     }
-    names = (*family.batch_fields, *(DOCUMENT_FIELDS if data.document_mask else ()))
+    names = (*family.batch_fields, *(DOCUMENT_FIELDS if data.separates_documents else ()))
     return {name: known.get(name) for name in names}
 
 
@@ -75,7 +75,7 @@ class CheckedDataset:
 
     def __init__(self, dataset: Any, data: DataSection, model: ModelConfig) -> None:
         self.dataset, self.path, self.fields = dataset, data.source, sample_fields(data, model)
-        self.label, self.document_mask = f"data.source={self.path}", data.document_mask
+        self.label, self.separates_documents = f"data.source={self.path}", data.separates_documents
         for name in ("__len__", "samples"):
             if not callable(getattr(dataset, name, None)):
                 raise UserError(
@@ -97,7 +97,7 @@ class CheckedDataset:
             raise UserError(f"{self.label}: samples lack {missing[0]}; needed: {', '.join(self.fields)}")
         for name in returned:
             if name not in self.fields:
-                needs_mask = name in DOCUMENT_FIELDS and not self.document_mask
+                needs_mask = name in DOCUMENT_FIELDS and not self.separates_documents
                 hint = "; nearest: data.document_mask=true" if needs_mask else nearest_name(str(name), self.fields)
                 raise UserError(f"{self.label}: samples have {name}, which the model does not take{hint}")
         return {name: self._checked(name, returned[name], spec, indices) for name, spec in self.fields.items()}

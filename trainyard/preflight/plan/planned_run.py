@@ -49,7 +49,7 @@ class PlannedRun:
             room = seq_len - 3
             mean = 3 + (room // 2 + room) / 2
             tokens = ceil(samples * mean / PACKED_LENGTH_MULTIPLE) * PACKED_LENGTH_MULTIPLE
-        document_ids = config.data.document_mask and not self.family.has_padding
+        document_ids = config.data.separates_documents and not self.family.has_padding
         packed_tokens = tokens if self.packed_batch else None
         self.micro_batch = MicroBatchShape(samples, seq_len, packed_tokens, config.data.max_predictions, document_ids)
         local_tokens = tokens // (layout.tp if self.sequence_parallel else 1)
