@@ -38,14 +38,23 @@ def _load_smoke(source: str, overrides: list[str], ranks: int, warn: Callable[[s
     its model, and a trial on the user's own data has their vocabulary."""
     if (model := _checkpoint_model(overrides)) and not any(item.startswith("model=") for item in overrides):
         overrides = [f"model={json.dumps(model.model_dump(mode='json'))}", *overrides]
-    config = smoke_config(load_source(source, warn=warn), ranks, overrides, warn)
+    config = _grow_vocab(smoke_config(load_source(source, warn=warn), ranks, overrides, warn))
     reads_files = config.data.paths and not is_user_path(config.data.source)
     if not reads_files or any(override.startswith(("model.vocab=", "model=")) for override in overrides):
         return config
     from trainyard.data.loading.build import data_vocab_size  # reads data, which other commands need not
 
     vocab = data_vocab_size(config.data)
-    return parse(config.model_dump(mode="json"), [f"model.vocab={vocab}"]) if vocab else config
+    return _grow_vocab(parse(config.model_dump(mode="json"), [f"model.vocab={vocab}"])) if vocab else config
+
+
+def _grow_vocab(config: Config) -> Config:
+    """With room for model.new_tokens, so that plans and precompiled graphs are those of the run."""
+    if not config.model.new_tokens:
+        return config
+    from trainyard.data.loading.build import grow_vocab  # imports tokenizers
+
+    return grow_vocab(config)
 
 
 def _checkpoint_model(overrides: list[str]) -> ModelConfig | None:
@@ -82,7 +91,7 @@ def load_source(source: str | Path, overrides: Iterable[str] = (), warn: Callabl
         return imports[0].data
 
     with _missing_hint(imports):
-        return load(source, overrides, read)
+        return _grow_vocab(load(source, overrides, read))
 
 
 def validate_imported(imported: ImportedConfig, overrides: Iterable[str] = (), source: str = "") -> Config:

@@ -110,9 +110,7 @@ def _names_own_data(data: dict[str, Any], named: Collection[str]) -> bool:
 def _smoke_data(data: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
     """Built-in samples, with the features of the file's data and the keys that the command line names."""
     section, is_causal = data["data"], find_family(data["model"]["family"]).is_causal
-    kept = {"mask_eod_loss", "validation_fraction"} | {
-        key.split(".")[1] for key in named if key.startswith("data.")
-    }
+    kept = {"mask_eod_loss", "validation_fraction"} | {key.split(".")[1] for key in named if key.startswith("data.")}
     small = {
         "source": "text" if is_causal else "synthetic",
         "seq_len": min(SMOKE_SEQ_LEN, data["model"]["max_positions"]),

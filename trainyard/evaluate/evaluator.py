@@ -62,7 +62,8 @@ def evaluate_data(
     default it comes with the checkpoint. The other arguments are those of DataOptions. All ranks call this."""
     config, weights = source.config, source.opened.weights
     if tokenizer:
-        loaded: Tokenizer | None = load_tokenizer(tokenizer_spec(config.data)._replace(name=tokenizer))
+        spec = tokenizer_spec(config.data, config.model.new_tokens)._replace(name=tokenizer)
+        loaded: Tokenizer | None = load_tokenizer(spec)
     else:
         files = read_model_files(weights, source.path)
         loaded = load_model_tokenizer(files, config.data.end_of_text)

@@ -5,11 +5,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from trainyard.core.section import PositiveInt, Section, nearest_divisor
+from trainyard.core.section import ONE_OR_MORE, PositiveInt, Section, nearest_divisor
 from trainyard.families.linear_wrapper import LinearSection
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 TokenIds = Annotated[tuple[int, ...], Strict(False), BeforeValidator(lambda ids: (ids,) if type(ids) is int else ids)]
+NewTokens = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False), ONE_OR_MORE]
 TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
 """Keys of the model section that matter to training only, besides dropout and fused matrices."""
 
@@ -21,6 +22,9 @@ class ModelConfig(Section):
     """Model family: a built-in one, one of an installed package, or `module:NAME` of a Family object."""
     vocab: int = Field(ge=2, le=2**27)
     """Vocabulary size of the checkpoint, without the padding that tensor parallelism adds."""
+    new_tokens: NewTokens = ()
+    """Special tokens to add to the tokenizer, such as <|im_start|>. Those that it has add nothing; others take free
+    rows of the embeddings first, then `vocab` grows, and new rows start as the mean of the existing ones."""
     hidden: int = Field(ge=1, le=2**20)
     """Hidden size (width of the residual stream)."""
     layers: int = Field(ge=1, le=10_000)
@@ -123,7 +127,7 @@ def first_model_difference(model_a: ModelConfig, model_b: ModelConfig) -> tuple[
         for model in (model_a, model_b)
     )
     for key in a | b:
-        ignored = key.endswith(("dropout", "_token_id")) or key.startswith("fuse") or key in TRAINING_KEYS
+        ignored = key.endswith(("dropout", "_token_id", "new_tokens")) or key.startswith("fuse") or key in TRAINING_KEYS
         if not ignored and a.get(key) != b.get(key):
             return key, a.get(key), b.get(key)
     return None

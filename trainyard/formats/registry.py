@@ -29,6 +29,10 @@ too, and Megatron Core's torch_dist is a directory of DCP."""
 FORMAT_DESCRIPTIONS = {"native": "a trainyard checkpoint"} | {each.name: each.description for each in FORMATS}
 
 
+MEAN_ROWS = 8192
+"""Rows of an embedding that are summed at a time."""
+
+
 class InitialWeights:
     """The initial values of a model."""
 
@@ -67,6 +71,41 @@ class AddedParameters:
         return name in unfused_tensors(self.weights.model)
 
 
+class GrownVocab:
+    """The weights of a model with a smaller vocabulary than `model`, whose new rows are the mean of the stored ones; a
+    new bias is 0."""
+
+    def __init__(self, weights: WeightSource, model: models.ModelConfig) -> None:
+        self.weights, self.model = weights, model
+        self._means: dict[TensorSlice, Tensor] = {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.weights.dtype(name)
+
+    def read(self, piece: TensorSlice) -> Tensor:
+        full = unfused_tensors(self.weights.model)[piece.name]
+        start, end, rows = piece.offsets[0], piece.offsets[0] + piece.sizes[0], full.sizes[0]
+        if piece.global_shape == full.global_shape:
+            return self.weights.read(piece)
+        stored = replace(piece, global_shape=full.global_shape)
+        parts = [self.weights.read(stored.narrow(0, start, min(end, rows)))] if start < rows else []
+        if end > rows:
+            new = end - max(start, rows)
+            parts.append(self._mean(stored.narrow(0, 0, rows)).to(self.dtype(piece.name)).expand(new, *piece.sizes[1:]))
+        return torch.cat(parts)
+
+    def _mean(self, columns: TensorSlice) -> Tensor:
+        """The mean of all stored rows, summed in fp64 some rows at a time."""
+        if len(columns.sizes) == 1:
+            return torch.zeros(1)
+        if columns not in self._means:
+            rows = columns.sizes[0]
+            blocks = (columns.narrow(0, at, min(at + MEAN_ROWS, rows)) for at in range(0, rows, MEAN_ROWS))
+            sums = sum(self.weights.read(block).sum(0, keepdim=True, dtype=torch.float64) for block in blocks)
+            self._means[columns] = torch.as_tensor(sums) / rows
+        return self._means[columns]
+
+
 @dataclass(frozen=True)
 class OpenedCheckpoint:
     format: str
@@ -96,10 +135,12 @@ def open_weights(
 
     `model` is for formats that do not store the model's configuration. It takes precedence over the config.json of a
     Hugging Face directory, and must agree with a native checkpoint. The weights may lack what is put around its linear
-    layers and a bias of its routers: these then have the initial values of `seed`. `hints` are fields of NxdLayout
-    that the user knows.
+    layers and a bias of its routers: these then have the initial values of `seed`. They may also have a smaller
+    vocabulary, if the model has `new_tokens`. `hints` are fields of NxdLayout that the user knows.
     """
     location = local_weights(location) if is_remote_model(location) else location
+    if model and model.new_tokens:
+        return _open_grown(location, model, hints, seed)
     if latest := latest_checkpoint(open_storage(location)):
         return _open_native(Checkpoint(latest), location, model, seed)
     if model and model.without_additions is not model:
@@ -122,6 +163,21 @@ def open_base(base: BaseWeights, model: models.ModelConfig) -> WeightSource:
     if base.location:
         return open_weights(base.location, model, seed=base.seed).weights
     return InitialWeights(model, base.seed)
+
+
+def _open_grown(
+    location: str | Path, model: models.ModelConfig, hints: Mapping[str, Any] | None, seed: int
+) -> OpenedCheckpoint:
+    """Weights whose vocabulary may be too small. The checkpoint, or a config.json next to it, tells how large it is."""
+    try:
+        return open_weights(location, model.model_copy(update={"new_tokens": ()}), hints, seed)
+    except UserError:
+        stored = open_weights(location, None, hints).weights.model.vocab
+        if stored >= model.vocab:
+            raise
+    opened = open_weights(location, model.model_copy(update={"vocab": stored, "new_tokens": ()}), hints, seed)
+    note = f"model.vocab={model.vocab}: rows {stored} and up, for model.new_tokens, start as the mean of the others"
+    return replace(opened, weights=GrownVocab(opened.weights, model), notes=(*opened.notes, note), open_state=None)
 
 
 def _open_native(

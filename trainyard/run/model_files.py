@@ -9,7 +9,7 @@ from trainyard.checkpoint.shard_file import CorruptCheckpoint
 from trainyard.config.data_schema import DataSection
 from trainyard.core.errors import UserError
 from trainyard.data.loading.text_stream import tokenizer_spec
-from trainyard.data.text.tokenizer import hf_tokenizer_files
+from trainyard.data.text.tokenizer import add_new_tokens, hf_tokenizer_files
 from trainyard.families import ModelConfig
 from trainyard.formats.hf import check_hf_export, read_model_files, save_hf
 from trainyard.formats.registry import find_tokenizer_files
@@ -25,11 +25,18 @@ logger = logging.getLogger(__name__)
 def run_model_files(
     data: DataSection, model: ModelConfig, weights_from: str | None, resumed: Checkpoint | None
 ) -> dict[str, bytes]:
-    """Contents by file name: those of data.tokenizer, or of the checkpoint from which the run resumes or starts.
+    """Contents by file name: those of data.tokenizer, or of the checkpoint from which the run resumes or starts, with
+    the model.new_tokens.
 
     Empty if the tokenizer is not known, as for tokens that were prepared elsewhere. Those of a resumed checkpoint are
     compared with their checksums even if they are not used, so that the user learns of a damaged file.
     """
+    return add_new_tokens(_model_files(data, model, weights_from, resumed), model.new_tokens)
+
+
+def _model_files(
+    data: DataSection, model: ModelConfig, weights_from: str | None, resumed: Checkpoint | None
+) -> dict[str, bytes]:
     saved = _saved_files(resumed) if resumed else {}
     if data.source == "text" or data.tokenizer != "bytes":
         files = _tokenizer_files(data)
@@ -73,7 +80,7 @@ def _saved_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 def _tokenizer_files(data: DataSection) -> dict[str, bytes]:
     """The files next to the tokenizer, such as its chat template, and those that are missing there."""
-    files = hf_tokenizer_files(tokenizer_spec(data))
+    files = hf_tokenizer_files(tokenizer_spec(data, ()))
     path = local_tokenizer(data.tokenizer)
     directory = path if path.is_dir() else path.parent
     if path.is_dir() or path.name in ("tokenizer.json", "tokenizer.model"):

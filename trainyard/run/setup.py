@@ -12,7 +12,7 @@ from typing import Any
 from trainyard import devices, models
 from trainyard.config.schema import Config
 from trainyard.core.world import World
-from trainyard.data.loading.build import build_datasets, build_validation_sets, validation_sections
+from trainyard.data.loading.build import build_datasets, build_validation_sets, grow_vocab, validation_sections
 from trainyard.families.flops import flops_per_sample
 from trainyard.metrics.loggers.build import check_loggers
 from trainyard.metrics.run_directory import RunDirectory
@@ -66,7 +66,7 @@ class TrainSetup:
         named numbers. `weights` gives the full initial parameters. `device` replaces the one of config.device.name, for
         dry runs. `preflight` is called when the device is ready and before any memory is allocated. `world` defaults
         to that of the environment. `run_directory` is an existing one to train in, from its latest checkpoint."""
-        self.config = config
+        self.config = config = grow_vocab(config)
         self.user_callbacks = build_callbacks(callbacks, config.train.callbacks)
         self.callbacks: list[Callback] = self.user_callbacks
         """In the order in which they are called; `run` adds the parts."""

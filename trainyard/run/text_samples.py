@@ -75,7 +75,7 @@ def prompt_tokenizer(
     which the run resumes or starts."""
     named = samples.tokenizer
     if named or data.source == "text" or data.tokenizer != "bytes":
-        spec = tokenizer_spec(data)
+        spec = tokenizer_spec(data, model.new_tokens)
         tokenizer = load_tokenizer(spec._replace(name=named) if named else spec)
     elif file := run_model_files(data, model, weights_from, resumed).get("tokenizer.json"):
         tokenizer = FastTokenizer(Fast.from_buffer(file), data.end_of_text, "tokenizer.json of the checkpoint")

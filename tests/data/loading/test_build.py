@@ -20,7 +20,7 @@ TEXT = "The engine left the yard. Then it came back, and the bell rang: naïve c
 
 
 def read_tokens(config: Config) -> np.ndarray:
-    return read_text(config.data, config.model.vocab, config.data.paths).all_tokens
+    return read_text(config.data, config.model, config.data.paths).all_tokens
 
 
 def text_config(**data: object):
@@ -64,7 +64,7 @@ def test_tokenizer_json_and_gpt2_files_give_the_same_tokens(text: Path) -> None:
     config = text_config(paths=paths, tokenizer="gpt2", **files)
     assert np.array_equal(tokens, read_tokens(config))
     assert tokens[-1] == tokenizer.token_to_id("<|endoftext|>")
-    assert load_tokenizer(tokenizer_spec(config.data)).decode(tokens[:-1].tolist()) == f"a.txt {TEXT}" * 20
+    assert load_tokenizer(tokenizer_spec(config.data, ())).decode(tokens[:-1].tolist()) == f"a.txt {TEXT}" * 20
 
 
 @pytest.mark.parametrize(

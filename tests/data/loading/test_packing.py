@@ -1,6 +1,7 @@
-"""Documents become samples: as full as best fit decreasing makes them, each document whole, labels of trained tokens."""
+"""Documents become samples: as full as best fit decreasing makes them, documents whole, labels of trained tokens."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def fills_of_best_fit(lengths: list[int], seq_len: int) -> list[int]:
 def test_packs_are_those_of_best_fit_decreasing(case: tuple[int, list[int]]) -> None:
     seq_len, lengths = case
     order, bounds = pack(np.array(lengths, np.int32), seq_len)
-    packs = [order[start:end].tolist() for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    packs = [order[start:end].tolist() for start, end in pairwise(bounds)]
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert sorted(sum(lengths[index] for index in each) for each in packs) == fills_of_best_fit(lengths, seq_len)
     firsts = [each[0] for each in packs]

@@ -11,7 +11,9 @@ from trainyard.core.user_code import is_user_path
 from trainyard.data.loading.blend import BlendedDataset
 from trainyard.data.loading.data_files import remote_files
 from trainyard.data.loading.dataset import Dataset, concatenate, subset
+from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.loading.user_dataset import CheckedDataset, find_source
+from trainyard.data.text.tokenizer import load_tokenizer
 from trainyard.remote.chunks.remote_path import RemoteFiles
 
 
@@ -77,6 +79,19 @@ def _build_dataset(
     if data.source in SOURCES.built_in:
         return train, validation
     return CheckedDataset(train, data, model), None if validation is None else CheckedDataset(validation, data, model)
+
+
+def grow_vocab(config: Config) -> Config:
+    """The configuration with a model.vocab that has room for model.new_tokens. It does not change a second time."""
+    data, model = config.data, config.model
+    if not model.new_tokens:
+        return config
+    if data.tokenizer == "bytes" and data.source not in ("text", "chat"):
+        raise UserError(
+            f"model.new_tokens: the tokenizer of data.source={data.source} is not known; set data.tokenizer"
+        )
+    vocab = max(model.vocab, load_tokenizer(tokenizer_spec(data, model.new_tokens)).vocab_size)
+    return config.model_copy(update={"model": model.model_copy(update={"vocab": vocab})})
 
 
 def data_vocab_size(data: DataSection) -> int | None:

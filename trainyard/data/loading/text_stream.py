@@ -13,6 +13,7 @@ from trainyard.data.loading.data_files import match_files
 from trainyard.data.loading.demo_corpus import make_stories
 from trainyard.data.loading.token_samples import ContiguousTokens
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, document_end_id, load_tokenizer
+from trainyard.families import ModelConfig
 from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,11 @@ DEMO_DOCUMENTS = 1500
 
 
 def read_text(
-    data: DataSection, vocab_size: int, paths: Sequence[str], remote: RemoteFiles | None = None
+    data: DataSection, model: ModelConfig, paths: Sequence[str], remote: RemoteFiles | None = None
 ) -> ContiguousTokens:
     """Tokenize every document into memory, with the end token after each."""
-    tokenizer = load_tokenizer(tokenizer_spec(data))
-    check_vocab_size(tokenizer, vocab_size)
+    tokenizer = load_tokenizer(tokenizer_spec(data, model.new_tokens))
+    check_vocab_size(tokenizer, model.vocab)
     if not paths:
         if data.tokenizer != "bytes":
             raise UserError("data.paths: missing; set it to text files (or data.tokenizer=bytes for the built-in text)")
@@ -72,5 +73,6 @@ def _text_slices(path: DataPath) -> Iterable[InputSlice]:
     return documents.input_slices([path]) if known else [InputSlice(path, "text", 0, 0)]
 
 
-def tokenizer_spec(data: DataSection) -> TokenizerSpec:
-    return TokenizerSpec(data.tokenizer, data.vocab_file, data.merges_file, data.end_of_text)
+def tokenizer_spec(data: DataSection, new_tokens: tuple[str, ...]) -> TokenizerSpec:
+    """The tokenizer of a run: that of its data, and the model.new_tokens."""
+    return TokenizerSpec(data.tokenizer, data.vocab_file, data.merges_file, data.end_of_text, new_tokens=new_tokens)

@@ -21,16 +21,16 @@ class TextSource(DataSource):
         from trainyard.data.loading.text_stream import read_text
         from trainyard.data.loading.token_samples import TokenSamples
 
-        data, vocab_size = config.data, config.model.vocab
-        stream = read_text(data, vocab_size, paths, remote)
-        return TokenSamples(stream, data.seq_len, vocab_size, data.document_mask, data.mask_eod_loss), None
+        data = config.data
+        stream = read_text(data, config.model, paths, remote)
+        return TokenSamples(stream, data.seq_len, config.model.vocab, data.document_mask, data.mask_eod_loss), None
 
     def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int:
         """The tokenizer's."""
         from trainyard.data.loading.text_stream import tokenizer_spec
         from trainyard.data.text.tokenizer import load_tokenizer
 
-        return load_tokenizer(tokenizer_spec(data)).vocab_size
+        return load_tokenizer(tokenizer_spec(data, ())).vocab_size
 
     def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":
         from trainyard.data.formats.documents import arrow_files

@@ -4,7 +4,7 @@ At the end: their files for transformers.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -44,6 +44,8 @@ class TokenizerSpec(NamedTuple):
     """Token after each document; default: the tokenizer's own."""
     lowercase: bool = True
     """Lowercase the text and strip accents; wordpiece only."""
+    new_tokens: tuple[str, ...] = ()
+    """Special tokens to add, which take the ids after those of the tokenizer."""
 
 
 class Tokenizer(Protocol):
@@ -195,6 +197,17 @@ def localize(spec: TokenizerSpec) -> TokenizerSpec:
 
 def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     spec = localize(spec)
+    if not spec.new_tokens:
+        return _load(spec)
+    loaded = _load(spec._replace(new_tokens=()))
+    if isinstance(loaded, SentencePieceTokenizer):
+        raise UserError(f"model.new_tokens: {spec.name} cannot be extended; nearest: its tokenizer.json")
+    fast = loaded.tokenizer if isinstance(loaded, FastTokenizer) else byte_tokenizer()
+    fast.add_special_tokens(list(spec.new_tokens))
+    return FastTokenizer(fast, spec.end_token, spec.name)
+
+
+def _load(spec: TokenizerSpec) -> Tokenizer:
     if spec.name == "bytes":
         return ByteTokenizer()
     if spec.name == "gpt2":
@@ -278,6 +291,24 @@ def hf_tokenizer_files(spec: TokenizerSpec) -> dict[str, bytes]:
     configs = {"tokenizer_config.json": config, "generation_config.json": generation}
     files = {name: (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode() for name, data in configs.items()}
     return {"tokenizer.json": fast.to_str(pretty=True).encode(), **files}
+
+
+def add_new_tokens(files: Mapping[str, bytes], new_tokens: Sequence[str]) -> dict[str, bytes]:
+    """The files of a model, with special tokens added to its tokenizer.json and tokenizer_config.json."""
+    if not new_tokens or "tokenizer.json" not in files:
+        return dict(files)
+    fast = Fast.from_buffer(files["tokenizer.json"])
+    fast.add_special_tokens(list(new_tokens))
+    changed = {"tokenizer.json": fast.to_str(pretty=True).encode()}
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    if "added_tokens_decoder" in config:  # transformers 4 lists all added tokens here too
+        added = fast.get_added_tokens_decoder()
+        fields = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        config["added_tokens_decoder"] = {
+            str(number): {field: getattr(added[number], field) for field in fields} for number in sorted(added)
+        }
+        changed["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return {**files, **changed}
 
 
 def byte_to_char() -> dict[int, str]:

@@ -68,7 +68,7 @@ def show(
     datasets, section = build_datasets(config), config.train
     loader = BatchLoader(datasets.train, section.global_batch, section.seed, datasets.needs_shuffle)
     batch, indices = loader.batch(step - 1, shown), loader.sample_indices(step - 1, shown).tolist()
-    tokenizer = run_tokenizer(config.data, config.samples.tokenizer, directory)
+    tokenizer = run_tokenizer(config.data, config.model.new_tokens, config.samples.tokenizer, directory)
     console = Console(highlight=False)
     of_rank = f" of rank {rank}" if rank is not None else ""
     print_line(
@@ -87,12 +87,14 @@ def ranks_at(directory: Path, step: int) -> int:
     return next((int(event["ranks"]) for event in reversed(starts) if event["step"] < step), 1)
 
 
-def run_tokenizer(data: DataSection, of_samples: str | None, directory: Path) -> Tokenizer | None:
+def run_tokenizer(
+    data: DataSection, new_tokens: tuple[str, ...], of_samples: str | None, directory: Path
+) -> Tokenizer | None:
     """The tokenizer of a run's data, or else the one that its text samples name or that its files hold; None if it is
     not known, or no longer where it was."""
     from trainyard.data.loading.text_stream import tokenizer_spec
 
-    spec = tokenizer_spec(data)
+    spec = tokenizer_spec(data, new_tokens)
     if data.source != "text" and data.tokenizer == "bytes":  # the default, which says nothing of tokens
         saved = [directory / "model" / "tokenizer.json", *sorted(directory.glob("checkpoints/*/tokenizer.json"))]
         files = [*([of_samples] if of_samples else []), *(str(path) for path in saved if path.is_file())]
