@@ -27,7 +27,7 @@ from trainyard.data.formats.bert_hdf5 import UNNAMED, BertShape, record_dtype, s
 from trainyard.data.formats.documents import InputSlice, UnreadableRecord
 from trainyard.prepare.bert_samples import BertOptions, load_bert_tokenizer, make_samples, tokenize_documents
 from trainyard.prepare.sentences import split_sentences
-from trainyard.prepare.worker_pool import map_ordered
+from trainyard.core.worker_pool import map_ordered
 
 MAX_SAMPLES_PER_FILE = 1 << 18
 """Limit for a set whose number of files is not given."""

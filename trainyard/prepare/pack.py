@@ -25,7 +25,7 @@ from trainyard.data.loading.token_samples import token_stream
 from trainyard.prepare.arrow_writer import ArrowDatasetWriter
 from trainyard.prepare.inspect import check_range
 from trainyard.prepare.tokenize import TokenizeOptions, encode_slice
-from trainyard.prepare.worker_pool import map_ordered
+from trainyard.core.worker_pool import map_ordered
 
 TOKENS_PER_READ = 1 << 22
 MAX_BATCH_ROWS, MAX_BATCH_BYTES = 1000, 16 << 20

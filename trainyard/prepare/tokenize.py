@@ -20,7 +20,7 @@ from trainyard.data.formats.documents import InputSlice, UnreadableRecord
 from trainyard.data.formats.megatron_bin import MegatronTokensWriter, Tokens, token_dtype
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, document_end_id, load_tokenizer
 from trainyard.prepare.sentences import split_sentences
-from trainyard.prepare.worker_pool import map_ordered
+from trainyard.core.worker_pool import map_ordered
 
 
 class TokenizeOptions(NamedTuple):

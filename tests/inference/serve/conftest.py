@@ -19,7 +19,7 @@ from trainyard.inference.serve.app import create_app
 from trainyard.inference.serve.served_model import ServedModel
 from trainyard.inference.serve.server import ModelServer
 from trainyard.inference.serve.worker import SchedulerWorker
-from trainyard.inference.text.chat import ChatTemplate
+from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.inference.text.json_schema import SchemaCompiler
 
 WAIT_S = 60

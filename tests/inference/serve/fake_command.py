@@ -9,7 +9,7 @@ from tests.inference.serve.fake_scheduler import FakeScheduler
 from trainyard.core.world import World
 from trainyard.data.text.tokenizer import ByteTokenizer
 from trainyard.inference.serve import server
-from trainyard.inference.text.chat import ChatTemplate
+from trainyard.data.text.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)

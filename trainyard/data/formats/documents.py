@@ -125,6 +125,49 @@ def read_documents(input_slice: InputSlice, keys: Sequence[str]) -> tuple[list[T
     return texts, unreadable
 
 
+def record_slices(paths: Sequence[DataPath]) -> Iterator[InputSlice]:
+    """Slices for `read_records`. A file that is one JSON array is a slice."""
+    for path in paths:
+        if _file_kind(path) == "lines" and path.suffix not in COMPRESSION_BY_SUFFIX and _begins_array(path):
+            yield InputSlice(path, "array", 0, path.stat().st_size)
+        elif _file_kind(path) == "text":
+            raise UserError(f"{path}: text has no records; expected JSON lines or Parquet")
+        else:
+            yield from input_slices([path])
+
+
+def read_records(input_slice: InputSlice) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The records of a slice, each with its place (`describe_place`), or the reason why it cannot be read."""
+    if input_slice.kind == "lines":
+        for offset, line in _slice_lines(input_slice):
+            yield offset, _parse_object(line)
+    elif input_slice.kind == "array":
+        try:
+            records = json.loads(input_slice.path.read_bytes().removeprefix(BOM_UTF8))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{input_slice.path}: not JSON: {one_line(error)}") from None
+        for number, record in enumerate(records):
+            yield number, record if isinstance(record, dict) else "not a JSON object"
+    else:
+        for number, row in enumerate(_read_table(input_slice, None).to_pylist()):
+            yield number, _without_nulls(row)
+
+
+def describe_place(input_slice: InputSlice, place: int) -> str:
+    """File and line, row or record of what `read_records` returns, for people."""
+    if input_slice.kind == "lines":
+        return f"{input_slice.path}: line {line_number(input_slice, place)}"
+    part = f" of part {input_slice.start}" if input_slice.start else ""
+    return f"{input_slice.path}: {'record' if input_slice.kind == 'array' else 'row'} {place}{part}"
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns have the keys of all their records; those that a record does not have are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def line_number(input_slice: InputSlice, offset: int) -> int:
     """1-based number of the line that starts `offset` bytes into the (decompressed) slice."""
     if input_slice.data is not None:
@@ -156,7 +199,7 @@ def _line_ranges(path: DataPath) -> Iterator[InputSlice]:
     """Byte ranges that end at line ends. Only the ends are read here."""
     total, start = path.stat().st_size, 0
     with path.open("rb") as file:
-        if file.read(4).removeprefix(BOM_UTF8).startswith(b"["):
+        if _begins_array(path):
             raise UserError(f"{path}: one JSON array; expected JSON lines, one document per line")
         while start < total:
             file.seek(min(start + SLICE_BYTES, total))
@@ -164,6 +207,11 @@ def _line_ranges(path: DataPath) -> Iterator[InputSlice]:
             end = min(file.tell(), total)
             yield InputSlice(path, "lines", start, end - start)
             start = end
+
+
+def _begins_array(path: DataPath) -> bool:
+    with path.open("rb") as file:
+        return file.read(4).removeprefix(BOM_UTF8).startswith(b"[")
 
 
 def _decompressed_lines(path: DataPath) -> Iterator[InputSlice]:
@@ -225,6 +273,16 @@ def _read_text(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts |
 
 
 def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts | UnreadableRecord]:
+    for offset, line in _slice_lines(input_slice):
+        texts = _parse_line(line, keys)
+        if isinstance(texts, str):
+            yield UnreadableRecord(input_slice.path, f"line {line_number(input_slice, offset)}", texts)
+        else:
+            yield texts
+
+
+def _slice_lines(input_slice: InputSlice) -> Iterator[tuple[int, bytes]]:
+    """The lines of a slice that are not blank, each with its offset."""
     data = input_slice.data
     if data is None:
         with input_slice.path.open("rb") as file:
@@ -233,24 +291,26 @@ def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts 
     offset = 0
     for line in data.split(b"\n"):
         if line.removeprefix(BOM_UTF8).strip():
-            texts = _parse_line(line, keys)
-            if isinstance(texts, str):
-                yield UnreadableRecord(input_slice.path, f"line {line_number(input_slice, offset)}", texts)
-            else:
-                yield texts
+            yield offset, line
         offset += len(line) + 1
 
 
-def _parse_line(line: bytes, keys: Sequence[str]) -> Texts | str:
-    """The texts of a JSON document, or the reason why it has none."""
+def _parse_object(line: bytes) -> dict[str, Any] | str:
+    """A JSON object, or the reason why the line is none."""
     try:
         document: Any = JSON_DECODER.decode(line.removeprefix(BOM_UTF8).decode())
     except UnicodeDecodeError:
         return "not UTF-8"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {one_line(error)}"
-    if not isinstance(document, dict):
-        return "not a JSON object"
+    return document if isinstance(document, dict) else "not a JSON object"
+
+
+def _parse_line(line: bytes, keys: Sequence[str]) -> Texts | str:
+    """The texts of a JSON document, or the reason why it has none."""
+    document = _parse_object(line)
+    if isinstance(document, str):
+        return document
     if missing := [key for key in keys if not isinstance(document.get(key), str)]:
         return f"no text under {missing[0]!r}"
     texts = tuple(document[key] for key in keys)
@@ -270,7 +330,8 @@ def _read_rows(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts |
             yield row
 
 
-def _read_table(input_slice: InputSlice, keys: Sequence[str]) -> "pa.Table":
+def _read_table(input_slice: InputSlice, keys: Sequence[str] | None) -> "pa.Table":
+    """The rows of a slice; all columns without `keys`."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -280,10 +341,10 @@ def _read_table(input_slice: InputSlice, keys: Sequence[str]) -> "pa.Table":
     try:
         if input_slice.kind == "parquet":
             file = parquet.ParquetFile(_parquet_source(path))
-            _require_columns(path, file.schema_arrow.names, keys)
-            return file.read_row_group(index, columns=list(keys))
+            _require_columns(path, file.schema_arrow.names, keys or ())
+            return file.read_row_group(index, columns=None if keys is None else list(keys))
         stream = open_stream(path)
-        _require_columns(path, stream.schema.names, keys)
+        _require_columns(path, stream.schema.names, keys or ())
         return pa.Table.from_batches(islice(stream.batches, index, index + 1))
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: part {index} cannot be read: {one_line(error)}") from None

@@ -311,6 +311,15 @@ def add_new_tokens(files: Mapping[str, bytes], new_tokens: Sequence[str]) -> dic
     return {**files, **changed}
 
 
+def read_json(model_files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """One of the files of a checkpoint; empty if there is none."""
+    try:
+        content = json.loads(model_files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not valid JSON: {one_line(error)}") from None
+    return content if isinstance(content, dict) else {}
+
+
 def byte_to_char() -> dict[int, str]:
     """The printable character that stands for each byte in GPT-2's vocabulary."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from trainyard.core.errors import UserError, one_line
-from trainyard.data.text.tokenizer import TOKENIZER_FILES, Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.core.errors import UserError
+from trainyard.data.text.tokenizer import TOKENIZER_FILES, Tokenizer, TokenizerSpec, load_tokenizer, read_json
 from trainyard.models import ModelConfig
 
 
@@ -53,15 +53,6 @@ def model_end_ids(model_files: Mapping[str, bytes], model: ModelConfig) -> tuple
     if not all(type(number) is int for number in ids):
         raise UserError(f"generation_config.json: eos_token_id is {ids!r}, not a token id or a list of them")
     return tuple(ids)
-
-
-def read_json(model_files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """One of the files of a checkpoint; empty if there is none."""
-    try:
-        content = json.loads(model_files.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not valid JSON: {one_line(error)}") from None
-    return content if isinstance(content, dict) else {}
 
 
 def _end_token(model_files: Mapping[str, bytes]) -> str | None:

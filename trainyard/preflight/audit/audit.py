@@ -30,7 +30,7 @@ from trainyard.preflight.audit.rules import (
 )
 from trainyard.preflight.dryrun.dry_run import dry_run, trace_steps
 from trainyard.preflight.dryrun.op_trace import RankTrace
-from trainyard.prepare.worker_pool import map_ordered
+from trainyard.core.worker_pool import map_ordered
 
 PHASE_NAMES = {"step 1": "first step", "step 2": "later steps", "evaluation": "evaluation"}
 

@@ -25,7 +25,7 @@ from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.prepare.wikipedia.dump import PAGE_END, DumpPosition, PageBatch, WikiDump, page_batches
 from trainyard.prepare.wikipedia.template_rules import page_variables
 from trainyard.prepare.wikipedia.wikitext import wikitext_to_text
-from trainyard.prepare.worker_pool import map_ordered
+from trainyard.core.worker_pool import map_ordered
 
 BATCH_BYTES = 2 << 20
 """Bytes of XML per batch."""

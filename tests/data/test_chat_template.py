@@ -9,7 +9,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from trainyard.core.errors import UserError
-from trainyard.inference.text.chat import DEFAULT_STOP, ChatTemplate
+from trainyard.data.text.chat_template import DEFAULT_STOP, ChatTemplate
 
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
