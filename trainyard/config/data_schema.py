@@ -2,12 +2,12 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, Strict, model_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 from trainyard.config.registries import SOURCES
 from trainyard.core.quantities import counted
-from trainyard.core.section import NameOrPath, Paths, PositiveInt, Section
-from trainyard.core.user_code import is_user_path
+from trainyard.core.section import ONE_OR_MORE, NameOrPath, Paths, PositiveInt, Section
+from trainyard.core.user_code import is_user_path, nearest_name
 
 
 class DataCacheSection(Section):
@@ -22,14 +22,45 @@ class DataCacheSection(Section):
     once."""
 
 
+class ChatSection(Section):
+    """Conversations to fine-tune on (data.source=chat): their format, the template that renders them, and what of them
+    is trained."""
+
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "input_output"] = "auto"
+    """Keys of the records; auto: recognized, record by record. prompt_completion as text, and input_output (NxD
+    Training's), are tokenized without a template."""
+    template: str | None = None
+    """Chat template: a file with Jinja, or the Jinja itself. Default: that of data.tokenizer; without one, a line
+    "role: content" per message."""
+    train_on: Annotated[tuple[str, ...], Strict(False), ONE_OR_MORE, Field(min_length=1)] = ("assistant",)
+    """What is trained: roles (assistant, user, system, tool, developer); completion: the last answer only; everything:
+    every token. A message with `train: false` or `weight: 0` never is, with `train: true` always."""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """What happens to conversations of more than data.seq_len tokens; truncate: their end is cut off. How many were
+    cut or dropped is printed."""
+
+    @field_validator("train_on")
+    @classmethod
+    def _check_train_on(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        alone, known = ("completion", "everything"), ("assistant", "user", "system", "tool", "developer")
+        for name in names:
+            if name not in (*known, *alone):
+                nearest = nearest_name(name, (*known, *alone)) or "; nearest: assistant"
+                raise ValueError(f"{name} is not one of {', '.join((*known, *alone))}{nearest}")
+            if name in alone and len(names) > 1:
+                raise ValueError(f"{name} stands alone; nearest: train_on={name}")
+        return names
+
+
 class DataSection(Section):
     """Training samples: where they come from and how they are cut. Their order depends only on train.seed and the
     step."""
 
     source: Annotated[str, NameOrPath(registry=SOURCES)] = "text"
     """text: files that are tokenized in memory; tokens: Megatron's .bin and .idx; arrow: packed blocks; hdf5: masked
-    sentence pairs (BERT); synthetic: generated samples. A user function takes the configuration and returns a
-    trainyard.Dataset, or one for training and one for validation; or name a trainyard.DataSource."""
+    sentence pairs (BERT); chat: conversations to fine-tune on; synthetic: generated samples. A user function takes the
+    configuration and returns a trainyard.Dataset, or one for training and one for validation; or name a
+    trainyard.DataSource."""
     paths: Paths = ()
     """A file or glob, or a list of them; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name,
     read through data.cache.directory. Default: a small built-in text (tokenizer=bytes only)."""
@@ -63,6 +94,8 @@ class DataSection(Section):
     conversations). false: one document per sample, and padding."""
     max_predictions: PositiveInt = 20
     """Maximum masked tokens per sample (BERT), at most data.seq_len."""
+    chat: ChatSection = ChatSection()
+    """Conversations, for source=chat."""
     cache: DataCacheSection = DataCacheSection()
     """Local copies of remote data files."""
 
@@ -99,6 +132,8 @@ class DataSection(Section):
                 f"validation_fraction={self.validation_fraction}: data.order={self.order} holds out documents; "
                 "nearest: data.split=980,10,10"
             )
+        if self.chat != ChatSection() and self.source != "chat" and not is_user_path(self.source):
+            raise ValueError(f"chat: requires data.source=chat; found {self.source}")
         if self.mask_eod_loss and not self.has_flag("marks_documents"):
             raise ValueError(f"mask_eod_loss=true: requires data.source=text or tokens; found {self.source}")
         if self.packing and not is_user_path(self.source) and not self.has_flag("has_documents"):

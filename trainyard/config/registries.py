@@ -33,6 +33,6 @@ SOURCES: Registry[Any] = Registry(
     "trainyard.data_sources",
     "trainyard.data.source:DataSource",
     "data.source",
-    first=("text", "tokens", "arrow", "hdf5", "synthetic"),
+    first=("text", "tokens", "arrow", "hdf5", "chat", "synthetic"),
 )
 """Instances of trainyard.DataSource by data.source."""

@@ -1,6 +1,6 @@
 """The interface of data sources, built in or from outside the package: everything that the rest must know about one."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +56,13 @@ class DataSource:
         from trainyard.data.formats.documents import match_paths
 
         return [path for pattern in data.paths for path in match_paths(pattern) if path.is_file()]
+
+    def model_files(
+        self, data: "DataSection", generation: dict[str, Any], end_ids: tuple[int, ...] | None
+    ) -> dict[str, bytes]:
+        """Files for the checkpoints of a run besides those of its tokenizer, by name. `generation` is the
+        generation_config.json of the tokenizer, `end_ids` the tokens that end a text as the model has them."""
+        return {}
 
     def recognizes(self, path: "Path") -> bool:
         """True if `inspector` describes this file or directory."""

@@ -9,12 +9,12 @@ from trainyard import devices
 from trainyard.checkpoint.weights import WeightSource
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
+from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, read_json
 from trainyard.devices import Device
 from trainyard.formats.registry import open_weights, read_model_files
 from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.scheduler import RequestScheduler
-from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.inference.text.json_schema import SchemaCompiler
 from trainyard.inference.text.tokenizer_files import find_tokenizer, model_end_ids
 from trainyard.models import ModelConfig, ParameterValues, TransformerStage, blueprint_of, family_of

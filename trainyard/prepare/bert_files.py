@@ -22,12 +22,12 @@ from trainyard.core.atomic_files import fsync_directory
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.file_lock import file_lock
 from trainyard.core.quantities import counted
+from trainyard.core.worker_pool import map_ordered
 from trainyard.data.formats import documents
 from trainyard.data.formats.bert_hdf5 import UNNAMED, BertShape, record_dtype, staging_directory, write_samples
 from trainyard.data.formats.documents import InputSlice, UnreadableRecord
 from trainyard.prepare.bert_samples import BertOptions, load_bert_tokenizer, make_samples, tokenize_documents
 from trainyard.prepare.sentences import split_sentences
-from trainyard.core.worker_pool import map_ordered
 
 MAX_SAMPLES_PER_FILE = 1 << 18
 """Limit for a set whose number of files is not given."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.core.worker_pool import map_ordered
 from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import IntArray
 from trainyard.data.formats.documents import UnreadableRecord
@@ -25,7 +26,6 @@ from trainyard.data.loading.token_samples import token_stream
 from trainyard.prepare.arrow_writer import ArrowDatasetWriter
 from trainyard.prepare.inspect import check_range
 from trainyard.prepare.tokenize import TokenizeOptions, encode_slice
-from trainyard.core.worker_pool import map_ordered
 
 TOKENS_PER_READ = 1 << 22
 MAX_BATCH_ROWS, MAX_BATCH_BYTES = 1000, 16 << 20

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError
+from trainyard.core.worker_pool import map_ordered
 from trainyard.data.formats import documents
 from trainyard.data.formats.documents import InputSlice, UnreadableRecord
 from trainyard.data.formats.megatron_bin import MegatronTokensWriter, Tokens, token_dtype
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, document_end_id, load_tokenizer
 from trainyard.prepare.sentences import split_sentences
-from trainyard.core.worker_pool import map_ordered
 
 
 class TokenizeOptions(NamedTuple):

@@ -9,12 +9,13 @@ from trainyard.checkpoint.shard_file import CorruptCheckpoint
 from trainyard.config.data_schema import DataSection
 from trainyard.core.errors import UserError
 from trainyard.data.loading.text_stream import tokenizer_spec
-from trainyard.data.text.tokenizer import add_new_tokens, hf_tokenizer_files
+from trainyard.data.loading.user_dataset import find_source
+from trainyard.data.text.tokenizer import add_new_tokens, model_tokenizer_files, read_json
 from trainyard.families import ModelConfig
 from trainyard.formats.hf import check_hf_export, read_model_files, save_hf
 from trainyard.formats.registry import find_tokenizer_files
 from trainyard.parallel.rank_context import RankContext
-from trainyard.remote.local_copies import is_remote_model, local_tokenizer
+from trainyard.remote.local_copies import is_remote_model
 from trainyard.remote.storage import open_storage
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.optimizer import Optimizer
@@ -38,11 +39,12 @@ def _model_files(
     data: DataSection, model: ModelConfig, weights_from: str | None, resumed: Checkpoint | None
 ) -> dict[str, bytes]:
     saved = _saved_files(resumed) if resumed else {}
-    if data.source == "text" or data.tokenizer != "bytes":
-        files = _tokenizer_files(data)
+    if data.source in ("text", "chat") or data.tokenizer != "bytes":
+        files = model_tokenizer_files(tokenizer_spec(data, ()))
+        generation = read_json(files, "generation_config.json")
         if model.eos_token_id is not None:
             files.pop("generation_config.json", None)  # config.json has the ids
-        return files
+        return files | find_source(data).model_files(data, generation, model.eos_token_id)
     if saved or not weights_from:
         return saved
     if not is_remote_model(weights_from) and (latest := latest_checkpoint(open_storage(weights_from))):
@@ -76,13 +78,3 @@ def _saved_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     except CorruptCheckpoint as error:
         logger.warning("the files of the tokenizer in the checkpoint are not used: %s", error)
         return {}
-
-
-def _tokenizer_files(data: DataSection) -> dict[str, bytes]:
-    """The files next to the tokenizer, such as its chat template, and those that are missing there."""
-    files = hf_tokenizer_files(tokenizer_spec(data, ()))
-    path = local_tokenizer(data.tokenizer)
-    directory = path if path.is_dir() else path.parent
-    if path.is_dir() or path.name in ("tokenizer.json", "tokenizer.model"):
-        files |= read_model_files(directory)
-    return files

@@ -14,12 +14,12 @@ import pytest
 
 from tests.inference.serve.fake_scheduler import FakeScheduler
 from trainyard.core.sockets import base_url, bind_socket
+from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.data.text.tokenizer import ByteTokenizer, Tokenizer
 from trainyard.inference.serve.app import create_app
 from trainyard.inference.serve.served_model import ServedModel
 from trainyard.inference.serve.server import ModelServer
 from trainyard.inference.serve.worker import SchedulerWorker
-from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.inference.text.json_schema import SchemaCompiler
 
 WAIT_S = 60

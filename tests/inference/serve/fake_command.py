@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 from tests.inference.serve.fake_scheduler import FakeScheduler
 from trainyard.core.world import World
+from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.data.text.tokenizer import ByteTokenizer
 from trainyard.inference.serve import server
-from trainyard.data.text.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@ inputs with outputs of NxD Training."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import describe_object, nearest_name
+from trainyard.data.formats.documents import read_records, record_slices
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -46,6 +48,15 @@ def detect_format(record: Mapping[str, Any]) -> str:
     expected = ", ".join(" and ".join(keys) for keys in FORMAT_KEYS.values())
     near = next((hint for key in record if (hint := nearest_name(str(key), _all_keys()))), "")
     raise UserError(f"no conversation: expected the keys {expected}; found {', '.join(map(str, record))}{near}")
+
+
+def is_conversation_file(path: Path) -> bool:
+    """True if the first record of a file is one of these formats."""
+    try:
+        record = next((record for each in record_slices([path]) for _, record in read_records(each)), "")
+        return isinstance(record, dict) and bool(detect_format(record))
+    except UserError:
+        return False
 
 
 def _all_keys() -> list[str]:
@@ -100,9 +111,7 @@ def _prompt_completion(record: Mapping[str, Any]) -> Conversation:
     prompt = _conversation(_list(record, "prompt"), record)
     completion = _conversation(_list(record, "completion"), {})
     untrained = tuple(False if each is None else each for each in prompt.trained)
-    return Conversation(
-        prompt.messages + completion.messages, prompt.tools, untrained + completion.trained
-    )
+    return Conversation(prompt.messages + completion.messages, prompt.tools, untrained + completion.trained)
 
 
 def _input_output(record: Mapping[str, Any]) -> Conversation:
@@ -144,7 +153,9 @@ def _message(message: Any) -> tuple[dict[str, Any], bool | None]:
     for key in TURN_KEYS:
         value = plain.pop(key, None)
         if value is not None and value not in (0, 1):
-            raise UserError(f"a message has {key}={value!r}; expected {'0 or 1' if key == 'weight' else 'true or false'}")
+            raise UserError(
+                f"a message has {key}={value!r}; expected {'0 or 1' if key == 'weight' else 'true or false'}"
+            )
         trained = trained if value is None else bool(value)
     content = plain.setdefault("content", "")
     if content is not None and not isinstance(content, str | list):

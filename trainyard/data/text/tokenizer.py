@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from trainyard.core.errors import UserError, one_line
 from trainyard.remote.local_copies import local_inputs, local_tokenizer
+from trainyard.remote.model_files import MODEL_FILES
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
 """Usual end-of-text tokens, in order of preference."""
@@ -309,6 +310,23 @@ def add_new_tokens(files: Mapping[str, bytes], new_tokens: Sequence[str]) -> dic
         }
         changed["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     return {**files, **changed}
+
+
+def model_tokenizer_files(spec: TokenizerSpec) -> dict[str, bytes]:
+    """The files next to the tokenizer, such as its chat template, and those that are missing there."""
+    files = hf_tokenizer_files(spec)
+    path = local_tokenizer(spec.name)
+    if path.is_file() and path.name in ("tokenizer.json", "tokenizer.model"):
+        path = path.parent
+    try:
+        paths = [
+            each
+            for each in (path.iterdir() if path.is_dir() else ())
+            if MODEL_FILES.fullmatch(each.name) and each.is_file()
+        ]
+        return files | {each.name: each.read_bytes() for each in sorted(paths)}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {one_line(error)}") from None
 
 
 def read_json(model_files: Mapping[str, bytes], name: str) -> dict[str, Any]:

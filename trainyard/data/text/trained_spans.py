@@ -7,7 +7,6 @@ it, and the end-of-turn token. All offsets are those of one rendering.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from os.path import commonprefix
 from typing import NamedTuple
 
 from trainyard.data.text.chat_template import ChatTemplate, MarkedText, Message
@@ -77,7 +76,8 @@ def _content_start(prompt: str, marked: MarkedText, index: int) -> int:
     if prompt and turn.startswith(prompt):
         return start + len(prompt)
     # The prompt may begin more than the header, such as `<think>`, which the template leaves out of earlier answers.
-    header = HEADER_END.match(commonprefix([prompt, turn]))
+    same = next((at for at, pair in enumerate(zip(prompt, turn, strict=False)) if pair[0] != pair[1]), len(turn))
+    header = HEADER_END.match(turn[: min(same, len(prompt))])
     if header:
         return min(start + header.end(), stop if content is None else max(content, start))
     return start if content is None else content

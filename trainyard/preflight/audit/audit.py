@@ -14,6 +14,7 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.core.worker_pool import map_ordered
 from trainyard.devices.neuron.topology import rank_memory_bytes
 from trainyard.devices.neuron.trainium import MetaTrainium
 from trainyard.parallel.layout import Layout
@@ -30,7 +31,6 @@ from trainyard.preflight.audit.rules import (
 )
 from trainyard.preflight.dryrun.dry_run import dry_run, trace_steps
 from trainyard.preflight.dryrun.op_trace import RankTrace
-from trainyard.core.worker_pool import map_ordered
 
 PHASE_NAMES = {"step 1": "first step", "step 2": "later steps", "evaluation": "evaluation"}
 

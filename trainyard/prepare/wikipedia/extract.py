@@ -21,11 +21,11 @@ from trainyard.core.atomic_files import atomic_file, atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.file_lock import file_lock
 from trainyard.core.quantities import counted
+from trainyard.core.worker_pool import map_ordered
 from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.prepare.wikipedia.dump import PAGE_END, DumpPosition, PageBatch, WikiDump, page_batches
 from trainyard.prepare.wikipedia.template_rules import page_variables
 from trainyard.prepare.wikipedia.wikitext import wikitext_to_text
-from trainyard.core.worker_pool import map_ordered
 
 BATCH_BYTES = 2 << 20
 """Bytes of XML per batch."""

@@ -1,0 +1,263 @@
+"""Conversations as documents of tokens with a mask, encoded once.
+
+Rendering and tokenizing take long, so worker processes do it, and the result is in a directory of the user's cache that
+every reader maps into memory. Its name is a hash of the records, the tokenizer, the template and the keys that decide
+about tokens; data.seq_len is none of them.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.config.data_schema import DataSection
+from trainyard.core.atomic_files import atomic_directory
+from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.errors import UserError
+from trainyard.core.file_lock import file_lock
+from trainyard.core.quantities import counted
+from trainyard.core.user_cache import user_cache
+from trainyard.core.worker_pool import map_ordered
+from trainyard.data.formats.conversations import read_conversation
+from trainyard.data.formats.documents import InputSlice, describe_place, read_records, record_slices
+from trainyard.data.loading.data_files import match_files
+from trainyard.data.loading.text_stream import check_vocab_size, tokenizer_spec
+from trainyard.data.samples import Sample, document_ids
+from trainyard.data.text.chat_encoder import ChatSpec, chat_encoder, read_template
+from trainyard.data.text.tokenizer import load_tokenizer, model_tokenizer_files
+from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles, RemotePath
+
+logger = logging.getLogger(__name__)
+
+CACHE_VERSION = "1"
+"""Changes with the rules by which records become tokens."""
+LOG_INTERVAL_S = 2.0
+BYTES_PER_WORKER = 4 << 20
+MAX_WORKERS = 16
+BLOCK_BYTES = 1 << 24
+
+
+class Problem(NamedTuple):
+    slice_index: int
+    place: int
+    reason: str
+
+
+class EncodedSlice(NamedTuple):
+    tokens: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    places: NDArray[np.int64]
+    end_ids: frozenset[int]
+    problems: list[tuple[int, str]]
+
+
+class ConversationSamples:
+    """Documents of tokens: `lengths` [documents], and `document(index)` -> (tokens, trained)."""
+
+    def __init__(self, directory: Path, slices: Sequence[InputSlice], seq_len: int, too_long: str) -> None:
+        self.slices = slices
+        info = json.loads((directory / "info.json").read_text())
+        self.end_ids: tuple[int, ...] = tuple(info["end_ids"])
+        """The tokens that end trained answers."""
+        self._bounds: NDArray[np.int64] = np.load(directory / "bounds.npy")
+        self._places: NDArray[np.int64] = np.load(directory / "places.npy")
+        self._tokens = np.asarray(np.memmap(directory / "tokens.bin", np.int32, "r"))
+        self._trained = np.asarray(np.memmap(directory / "trained.bin", np.bool_, "r"))
+        lengths = np.diff(self._bounds)
+        self._kept = np.arange(len(lengths))
+        if (longer := np.flatnonzero(lengths > seq_len)).size:
+            self._kept = self._shorten(longer, lengths, seq_len, too_long)
+        self.lengths: NDArray[np.int32] = np.minimum(lengths[self._kept], seq_len).astype(np.int32)
+        """Tokens of each document."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Its tokens, and which of them are trained."""
+        start = self._bounds[self._kept[index]]
+        span = slice(start, start + self.lengths[index])
+        return self._tokens[span], self._trained[span]
+
+    def source(self, index: int) -> str:
+        """Where a document comes from, for people."""
+        return self._describe(int(self._kept[index]))
+
+    def _describe(self, document: int) -> str:
+        slice_index, place = self._places[document].tolist()
+        return describe_place(self.slices[slice_index], place)
+
+    def _shorten(
+        self, longer: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int, too_long: str
+    ) -> NDArray[np.int64]:
+        """The documents that are left, as data.chat.too_long says."""
+        total, first = len(lengths), int(longer[0])
+        found = f"{counted(len(longer), 'conversation', ',')} of {total:,}"
+        if too_long == "error":
+            raise UserError(
+                f"{self._describe(first)}: {lengths[first]:,} tokens, but data.seq_len={seq_len}; {found} "
+                f"{'is' if len(longer) == 1 else 'are'} longer, at most {lengths.max():,}; "
+                f"nearest: data.seq_len={lengths.max()}, or data.chat.too_long=truncate or drop"
+            )
+        dropped = longer
+        if too_long == "truncate":
+            starts = self._bounds[longer]
+            kept = [self._trained[start + 1 : start + seq_len].any() for start in starts.tolist()]
+            dropped = longer[~np.array(kept, np.bool_)]
+            cut = len(longer) - len(dropped)
+            logger.warning("data.chat.too_long=truncate: cut %s of %s to %s tokens", f"{cut:,}", f"{total:,}", seq_len)
+        if len(dropped):
+            reason = "" if too_long == "drop" else ", which have no trained token before that"
+            logger.warning(
+                "data.chat.too_long=%s: dropped %s of %s%s", too_long, f"{len(dropped):,}", f"{total:,}", reason
+            )
+        return np.setdiff1d(np.arange(total), dropped)
+
+
+class PaddedConversations:
+    """A dataset with one document in each sample; what is left of a sample has no loss."""
+
+    def __init__(self, documents: ConversationSamples, seq_len: int, document_mask: bool = False) -> None:
+        self.documents, self.seq_len, self.document_mask = documents, seq_len, document_mask
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
+        tokens = np.zeros((len(indices), self.seq_len), np.int32)
+        labels = np.full_like(tokens, IGNORE_INDEX)
+        starts = np.zeros(tokens.shape, np.bool_)
+        for row, index in enumerate(indices.tolist()):
+            document, trained = self.documents.document(index)
+            tokens[row, : len(document)] = document
+            labels[row, : len(document) - 1] = np.where(trained[1:], document[1:], IGNORE_INDEX)
+            starts[row, len(document) :][:1] = True  # padding is a document of its own
+        return {"tokens": tokens, "labels": labels, **(document_ids(starts) if self.document_mask else {})}
+
+    def source(self, index: int) -> str:
+        return self.documents.source(index)
+
+
+def chat_spec(data: DataSection) -> ChatSpec:
+    return ChatSpec(tokenizer_spec(data), read_template(data.chat.template), data.chat.train_on, data.chat.format)
+
+
+def open_conversations(
+    data: DataSection, paths: Sequence[str], remote: RemoteFiles | None, model_vocab: int | None = None
+) -> ConversationSamples:
+    """The conversations of files, encoded by this process or by another one before."""
+    if model_vocab is not None:
+        check_vocab_size(load_tokenizer(tokenizer_spec(data)), model_vocab)
+    files = match_files(paths, directories=True, remote=remote)
+    slices, spec = list(record_slices(files)), chat_spec(data)
+    directory = user_cache("chat", is_writable=True) / _cache_key(spec, slices)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    if not (directory / "info.json").exists():
+        waiting = partial(logger.info, "waiting for another process that encodes %s", ", ".join(paths))
+        with file_lock(directory.parent / f"{directory.name}.lock", waiting):
+            if not (directory / "info.json").exists():
+                _encode(directory, spec, slices)
+    return ConversationSamples(directory, slices, data.seq_len, data.chat.too_long)
+
+
+def _cache_key(spec: ChatSpec, slices: Sequence[InputSlice]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(
+        json.dumps([CACHE_VERSION, spec.template, spec.train_on, spec.format, spec.tokenizer.end_token]).encode()
+    )
+    for name, content in sorted(model_tokenizer_files(spec.tokenizer).items()):
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    for path in dict.fromkeys(each.path for each in slices):
+        digest.update(_content_hash(path))
+    return digest.hexdigest()
+
+
+def _content_hash(path: DataPath) -> bytes:
+    if isinstance(path, RemotePath):
+        stored = path.source().stored
+        return f"{path} {stored.size} {stored.version}".encode()
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()
+
+
+def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> None:
+    """Write the cache. Raises UserError if a record cannot be trained on."""
+    chat_encoder(spec)  # mistakes in the tokenizer and the template first, and once
+    total, done, start = sum(each.input_bytes for each in slices), 0, time.monotonic()
+    workers = max(min(os.cpu_count() or 1, total // BYTES_PER_WORKER, MAX_WORKERS), 1)
+    if any(isinstance(each.path, RemotePath) for each in slices):
+        workers = 1  # the cache of remote files is that of this process
+    logged, lengths, places = start, [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
+    problems: list[Problem] = []
+    end_ids: set[int] = set()
+    with atomic_directory(directory) as temporary:
+        with (temporary / "tokens.bin").open("wb") as tokens, (temporary / "trained.bin").open("wb") as trained:
+            encoded_slices = map_ordered(partial(encode_slice, spec), slices, workers)
+            for index, encoded in enumerate(encoded_slices):
+                tokens.write(encoded.tokens.tobytes())
+                trained.write(encoded.trained.tobytes())
+                lengths.append(encoded.lengths)
+                places.append(np.stack((np.full_like(encoded.places, index), encoded.places), axis=1))
+                end_ids |= encoded.end_ids
+                problems += [Problem(index, place, reason) for place, reason in encoded.problems]
+                done, now = done + slices[index].input_bytes, time.monotonic()
+                if now - logged > LOG_INTERVAL_S:
+                    left = (now - start) / done * (total - done)
+                    logger.info("encoding conversations: %.0f%%, %.0f s left", 100 * done / total, left)
+                    logged = now
+        count = sum(map(len, lengths))
+        if problems:
+            _raise_problems(problems, slices, count + len(problems))
+        if not count:
+            raise UserError(f"{slices[0].path if slices else 'data.paths'}: no conversation")
+        np.save(temporary / "bounds.npy", np.concatenate(([0], np.cumsum(np.concatenate(lengths)))))
+        np.save(temporary / "places.npy", np.concatenate(places))
+        (temporary / "info.json").write_text(json.dumps({"end_ids": sorted(end_ids)}))
+
+
+def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedSlice:
+    encoder = chat_encoder(spec)
+    tokens, trained = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
+    places: list[int] = []
+    problems: list[tuple[int, str]] = []
+    end_ids: frozenset[int] = frozenset()
+    for place, record in read_records(input_slice):
+        if isinstance(record, str):
+            problems.append((place, record))
+            continue
+        try:
+            encoded = encoder.encode(read_conversation(record, spec.format))
+        except UserError as error:
+            problems.append((place, str(error)))
+            continue
+        tokens.append(encoded.tokens)
+        trained.append(encoded.trained)
+        places.append(place)
+        end_ids |= encoded.end_ids
+    lengths = np.array([len(each) for each in tokens[1:]], np.int64)
+    joined = np.concatenate(tokens), np.concatenate(trained)
+    return EncodedSlice(*joined, lengths, np.array(places, np.int64), end_ids, problems)
+
+
+def _raise_problems(problems: Sequence[Problem], slices: Sequence[InputSlice], total: int) -> None:
+    """The first record with a problem, and how many have the same."""
+    counts = Counter(problem.reason for problem in problems)
+    first = problems[0]
+    place, same = describe_place(slices[first.slice_index], first.place), counts[first.reason]
+    others = len(problems) - same
+    also = f"; {counted(others, 'record')} {'has' if others == 1 else 'have'} other problems" if others else ""
+    have = f"{counted(same, 'record', ',')} of {total:,} {'has' if same == 1 else 'have'} this problem"
+    raise UserError(f"{place}: {first.reason} ({have}{also})")
