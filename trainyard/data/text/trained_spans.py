@@ -57,8 +57,8 @@ def trained_text(
             first = inside[-1][0]
             stop = max(stop, inside[-1][1])
         last, end = _end_of_turn(text, first, stop, special)
-        if end is None and inside and is_answer:
-            last = inside[-1][1]
+        if inside and is_answer:
+            last = inside[-1][1] if end is None else max(last, inside[-1][1])
         if is_answer and end is not None:
             ends.add(end)
         elif is_answer and index == len(messages) - 1:
