@@ -105,7 +105,7 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path) -> None:
     fail(call("data", "show", run, "--step", 1), f"{run}: not a run directory: it has no config.yaml")
     config = yaml.safe_load(dump(configs.tiny_config()))
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    fail(call("data", "show", run), r"Missing option '--step'")
+    fail(call("data", "show", run, "--sample", 99), "--sample 99: there are samples 0 to ")
     for step in (0, -3, 5):
         fail(call("data", "show", run, "--step", step), f"--step {step}: the run has steps 1 to 4")
     fail(call("data", "show", run, "--step", "x"), "Invalid value for '--step'")

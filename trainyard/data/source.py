@@ -25,6 +25,8 @@ class DataSource:
     """data.mask_eod_loss applies."""
     has_documents: bool = False
     """Samples are whole documents: `data.packing` applies, and `open` returns `packing.document_samples`."""
+    makes_tokens: bool = False
+    """data.tokenizer makes its tokens: the default (bytes) is a choice, too."""
     has_fixed_length: bool = False
     """Samples do not follow data.seq_len, so a smoke trial keeps it."""
     is_countable: bool = False

@@ -39,7 +39,7 @@ def _model_files(
     data: DataSection, model: ModelConfig, weights_from: str | None, resumed: Checkpoint | None
 ) -> dict[str, bytes]:
     saved = _saved_files(resumed) if resumed else {}
-    if data.source in ("text", "chat") or data.tokenizer != "bytes":
+    if data.has_flag("makes_tokens") or data.tokenizer != "bytes":
         files = model_tokenizer_files(tokenizer_spec(data, ()))
         generation = read_json(files, "generation_config.json")
         if model.eos_token_id is not None:

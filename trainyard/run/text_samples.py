@@ -74,7 +74,7 @@ def prompt_tokenizer(
     """The tokenizer of samples.prompts: samples.tokenizer, that of the data section, or that of the checkpoint from
     which the run resumes or starts."""
     named = samples.tokenizer
-    if named or data.source == "text" or data.tokenizer != "bytes":
+    if named or data.has_flag("makes_tokens") or data.tokenizer != "bytes":
         spec = tokenizer_spec(data, model.new_tokens)
         tokenizer = load_tokenizer(spec._replace(name=named) if named else spec)
     elif file := run_model_files(data, model, weights_from, resumed).get("tokenizer.json"):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 class ChatSource(DataSource):
+    makes_tokens = True
     inspector = "trainyard.prepare.inspect_chat:inspect_chat"
 
     def open(

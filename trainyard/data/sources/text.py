@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 class TextSource(DataSource):
     needs_paths = False
-    marks_documents = True
+    marks_documents = makes_tokens = True
 
     def open(
         self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"

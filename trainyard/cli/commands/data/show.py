@@ -1,61 +1,83 @@
-"""`trainyard data show`: print the samples of one step of a run."""
+"""`trainyard data show`: print samples with what of them is trained."""
 
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
-from typer import Option
+from rich.text import Text
+from typer import Argument, Option
 
 from trainyard.cli.commands.data.inspect import quote_for_terminal
-from trainyard.cli.console import print_line
-from trainyard.cli.options import RunDirectory
+from trainyard.cli.console import print_line, terminal_safe
+from trainyard.cli.options import TokenizerName
 from trainyard.config.data_schema import DataSection
 from trainyard.config.load import load
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
+from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.metrics.json_lines import read_json_lines
 from trainyard.metrics.loggers.base import EVENTS_FILE
 from trainyard.parallel.layout import Layout
 
 if TYPE_CHECKING:  # imports torch; mistakes in the command line do not wait for it
-    from trainyard.core.batch import Batch
+    from trainyard.data.loading.dataset import Dataset
+    from trainyard.data.samples import Sample
 
 DEFAULT_SAMPLES = 8
+LONGEST_SAMPLE = 1 << 30
 
 
 def show(
-    run: RunDirectory,
-    step: Annotated[int, Option(metavar="N", help="Step whose samples to print; the first is 1.")],
+    target: Annotated[str, Argument(metavar="RUN|CONFIG|FILE", help="Run, configuration, or file of conversations.")],
+    step: Annotated[int | None, Option(metavar="N", help="The samples of this step of a run; the first is 1.")] = None,
+    sample: Annotated[int, Option(min=0, metavar="N", help="Without --step: the sample with this number.")] = 0,
     rank: Annotated[
         int | None, Option(min=0, metavar="R", help="Only the samples of this rank. Default: all ranks.")
     ] = None,
-    limit: Annotated[int, Option(min=1, metavar="K", help="Samples to print.")] = DEFAULT_SAMPLES,
+    limit: Annotated[
+        int | None, Option(min=1, metavar="K", help="Samples to print. Default: 8 of a step, else 1.")
+    ] = None,
+    tokenizer: TokenizerName = None,
 ) -> None:
-    """Print the samples that a run trains on in one step: index, source and text.
+    """Print samples as a model is trained on them: source, text, and which tokens have a loss.
 
-    The text is that of the run's tokenizer; without one, token ids. BERT samples are shown with their masks, followed
-    by the masked tokens. Nothing is read but the configuration, the data and the tokenizer, so it works while the run
-    trains, and for steps that are yet to come.
+    In a terminal, tokens with a loss are green, elsewhere they are in [[ ]]. The text is that of the run's tokenizer;
+    without one, token ids. BERT samples are shown with their masks, followed by the masked tokens. Nothing is read but
+    the configuration, the data and the tokenizer, so it works while a run trains, and for steps that are yet to come.
 
     Examples:
 
-      trainyard data show runs/my-run --step 1200
+      trainyard data show chats.jsonl --tokenizer Qwen/Qwen3-0.6B --sample 3
+
+      trainyard data show my.yaml --sample 3
 
       trainyard data show runs/my-run --step 1200 --rank 3 --limit 2
     """
-    if not (run.expanduser() / "config.yaml").is_file():
-        raise UserError(f"{run}: not a run directory: it has no config.yaml")
-    directory = run.expanduser()
-    config = load(directory / "config.yaml")
+    console = Console(highlight=False)
+    path = Path(target).expanduser()
+    if path.is_file() and path.suffix not in (".yaml", ".yml"):
+        _show_samples(console, *_open_file(target, tokenizer), sample, limit or 1)
+        return
+    if not path.is_file() and (step is not None or path.is_dir()) and not (path / "config.yaml").is_file():
+        raise UserError(f"{target}: not a run directory: it has no config.yaml")
+    is_run = path.is_dir()
+    config = load(path / "config.yaml" if is_run else target)
+    loaded = run_tokenizer(config.data, config.samples.tokenizer, path)
+    from trainyard.data.loading.build import build_datasets
+
+    if step is None:
+        _show_samples(console, build_datasets(config).train, loaded, sample, limit or 1)
+        return
     if not 1 <= step <= config.train.steps:
         raise UserError(f"--step {step}: the run has steps 1 to {config.train.steps}")
-    ranks = ranks_at(directory, step)
+    ranks = ranks_at(path, step)
     if rank is not None and rank >= ranks:
         raise UserError(f"--rank {rank}: the run has ranks 0 to {ranks - 1}")
-    from trainyard.data.loading.build import build_datasets
     from trainyard.data.loading.loader import BatchLoader
     from trainyard.train.micro_batches.split import rank_samples
 
@@ -64,21 +86,43 @@ def show(
         layout = Layout.from_config(config, ranks)
         samples = rank_samples(config.train.global_batch, layout.dp, layout.coords(rank)["dp"])
     total = samples.stop - samples.start
-    shown = slice(samples.start, samples.start + min(limit, total))
+    shown = slice(samples.start, samples.start + min(limit or DEFAULT_SAMPLES, total))
     datasets, section = build_datasets(config), config.train
     loader = BatchLoader(datasets.train, section.global_batch, section.seed, datasets.needs_shuffle)
-    batch, indices = loader.batch(step - 1, shown), loader.sample_indices(step - 1, shown).tolist()
-    tokenizer = run_tokenizer(config.data, config.model.new_tokens, config.samples.tokenizer, directory)
-    console = Console(highlight=False)
+    indices = loader.sample_indices(step - 1, shown)
     of_rank = f" of rank {rank}" if rank is not None else ""
     print_line(
         console, f"step {step} of {config.train.steps}: {counted(total, 'sample')}{of_rank}, {len(indices)} shown"
     )
-    for row, index in enumerate(indices):
-        print_line(console, f"sample {index}: {loader.dataset.source(index)}", "bold")
-        for line in sample_lines(batch, row, tokenizer):
-            encoding = sys.stdout.encoding or "utf-8"
-            print_line(console, f"  {line}".encode(encoding, "backslashreplace").decode(encoding))
+    _print_samples(console, loader.dataset, loaded, indices)
+
+
+def _open_file(target: str, tokenizer: str | None) -> "tuple[Dataset, Tokenizer]":
+    """A file of conversations, with the keys of a configuration at their defaults."""
+    from trainyard.data.loading.conversation_samples import PaddedConversations, open_conversations
+
+    data = DataSection(source="chat", paths=(target,), tokenizer=tokenizer or "bytes", seq_len=LONGEST_SAMPLE)
+    documents = open_conversations(data, data.paths, None)
+    return PaddedConversations(documents, int(documents.lengths.max())), load_tokenizer(TokenizerSpec(data.tokenizer))
+
+
+def _show_samples(console: Console, dataset: "Dataset", tokenizer: Tokenizer | None, first: int, limit: int) -> None:
+    if first >= len(dataset):
+        raise UserError(f"--sample {first}: there are samples 0 to {len(dataset) - 1}")
+    _print_samples(console, dataset, tokenizer, np.arange(first, min(first + limit, len(dataset))))
+
+
+def _print_samples(
+    console: Console, dataset: "Dataset", tokenizer: Tokenizer | None, indices: NDArray[np.int64]
+) -> None:
+    batch = dataset.samples(indices)
+    for row, index in enumerate(indices.tolist()):
+        print_line(console, f"sample {index}: {dataset.source(index)}", "bold")
+        for line in sample_lines(batch, row, tokenizer, colored=console.is_terminal):
+            if isinstance(line, Text):
+                console.print(line, soft_wrap=not console.is_terminal)
+            else:
+                print_line(console, f"  {line}")
 
 
 def ranks_at(directory: Path, step: int) -> int:
@@ -95,7 +139,7 @@ def run_tokenizer(
     from trainyard.data.loading.text_stream import tokenizer_spec
 
     spec = tokenizer_spec(data, new_tokens)
-    if data.source != "text" and data.tokenizer == "bytes":  # the default, which says nothing of tokens
+    if not data.has_flag("makes_tokens") and data.tokenizer == "bytes":  # the default, which says nothing of tokens
         saved = [directory / "model" / "tokenizer.json", *sorted(directory.glob("checkpoints/*/tokenizer.json"))]
         files = [*([of_samples] if of_samples else []), *(str(path) for path in saved if path.is_file())]
         if not files:
@@ -108,24 +152,59 @@ def run_tokenizer(
         return None
 
 
-def sample_lines(batch: "Batch", row: int, tokenizer: Tokenizer | None) -> list[str]:
+def sample_lines(batch: "Sample", row: int, tokenizer: Tokenizer | None, colored: bool) -> list[str | Text]:
     """The text or token ids of one sample and, of a BERT sample, its masked tokens and whether the second text follows
-    the first."""
+    the first; of other samples, what has a loss."""
     tokens: list[int] = batch["tokens"][row].tolist()
+    labels: list[int] = batch["labels"][row].tolist()
     if "masked_positions" not in batch:
-        return [token_text(tokens, tokenizer)]
+        return causal_lines(tokens, labels, tokenizer, colored)
     tokens = tokens[: int(batch["attention_mask"][row].sum())]
-    positions, labels = batch["masked_positions"][row].tolist(), batch["labels"][row].tolist()
     masked = [
         f"{position} {token_text([label], tokenizer)}"
-        for position, label in zip(positions, labels, strict=True)
+        for position, label in zip(batch["masked_positions"][row].tolist(), labels, strict=True)
         if label != IGNORE_INDEX
     ]
     relation = "a random text" if int(batch["next_sentence_labels"][row]) else "the text that follows"
     return [token_text(tokens, tokenizer), f"masked: {', '.join(masked)}", f"second text: {relation}"]
 
 
+def causal_lines(tokens: list[int], labels: list[int], tokenizer: Tokenizer | None, colored: bool) -> list[str | Text]:
+    """The text with what has a loss, and counts. A sample in which every token has one is shown as its text."""
+    trained = [False, *(label != IGNORE_INDEX for label in labels)]
+    if all(trained[1:]):
+        count = len(labels)
+        return [token_text(tokens, tokenizer), f"{count:,} tokens, all trained"]
+    tokens = [*tokens, labels[-1] if trained[-1] else 0]
+    while tokens and not (tokens[-1] or trained[len(tokens) - 1]):
+        tokens.pop()  # padding
+    text = Text()
+    for is_trained, pairs in groupby(zip(tokens, trained, strict=False), key=lambda pair: pair[1]):
+        shown = _visible([token for token, _ in pairs], tokenizer)
+        if is_trained and not colored:
+            shown = f"[[{shown}]]"
+        text.append(shown, "bold green" if is_trained else "")
+    count = sum(trained[: len(tokens)])
+    return [text, f"{counted(len(tokens), 'token', ',')}, {count:,} trained ({100 * count / max(len(tokens), 1):.1f}%)"]
+
+
+def _visible(tokens: list[int], tokenizer: Tokenizer | None) -> str:
+    """Text in which line breaks are line breaks and shown, and other control characters are escaped."""
+    if tokenizer is None:
+        return " ".join(map(str, tokens)) + " "
+    known = [token for token in tokens if token < tokenizer.vocab_size]
+    texts: list[str] = []
+    for is_special, run in groupby(known, key=lambda token: token in tokenizer.special_ids):
+        ids = list(run)
+        # The byte tokenizer has no text for its end of a document.
+        texts += [tokenizer.decode([token]) or f"<{token}>" for token in ids] if is_special else [tokenizer.decode(ids)]
+    lines = "".join(texts).split("\n")
+    return "\\n\n".join(terminal_safe(line, sys.stdout.encoding or "utf-8") for line in lines)
+
+
 def token_text(tokens: list[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return " ".join(map(str, tokens))
-    return quote_for_terminal(tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size]))
+    text = quote_for_terminal(tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size]))
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
