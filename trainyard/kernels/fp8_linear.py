@@ -66,11 +66,16 @@ def fp8_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Opti
     `reference` is the same in plain torch for bf16 or fp32 on any device: the same numbers, except that matmuls
     accumulate in fp32.
     """
+    check_sizes(weight_ND)
+    N, D = weight_ND.shape
+    y_MN = _Fp8Linear.apply(x.reshape(-1, D), weight_ND, bias_N, *fp8, reference)  # type: ignore[no-untyped-call]
+    return y_MN.view(*x.shape[:-1], N)
+
+
+def check_sizes(weight_ND: Tensor) -> None:
     N, D = weight_ND.shape
     if N % SIZE_MULTIPLE or D % SIZE_MULTIPLE:
         raise UserError(f"this rank's {N} x {D} matrix: fp8 needs both sizes to be multiples of {SIZE_MULTIPLE}")
-    y_MN = _Fp8Linear.apply(x.reshape(-1, D), weight_ND, bias_N, *fp8, reference)  # type: ignore[no-untyped-call]
-    return y_MN.view(*x.shape[:-1], N)
 
 
 class _Fp8Linear(torch.autograd.Function):

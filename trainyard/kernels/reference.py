@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng, element_bits
 from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
+from trainyard.kernels.frozen_linear import FrozenMatrix, frozen_linear
 
 Activation = Literal["none", "swiglu", "gelu", "gelu_tanh"]
 
@@ -49,6 +50,12 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
         return fp8_linear(x, weight, bias, fp8, reference=True) if fp8 else F.linear(x, weight, bias)
+
+    def frozen_linear(
+        self, x: Tensor, weight: FrozenMatrix, bias: Tensor | None = None, fp8: Fp8Options | None = None
+    ) -> Tensor:
+        """`linear` of a matrix without a gradient, which may be stored in 4 or 8 bits."""
+        return frozen_linear(x, weight, bias, fp8, reference=True)
 
     def embedding(self, index: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(index, weight)

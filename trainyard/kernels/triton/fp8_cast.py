@@ -64,6 +64,17 @@ def cast_to_fp8(
     )  # fmt: skip
 
 
+def transpose(x_MD: Tensor) -> Tensor:
+    """A contiguous fp8 matrix, transposed."""
+    M, D = x_MD.shape
+    rows, columns = CAST_TILE
+    out_DM = x_MD.new_empty(D, M)
+    _transpose_kernel[(triton.cdiv(M, rows) * triton.cdiv(D, columns),)](
+        x_MD.view(torch.uint8), out_DM.view(torch.uint8), M, D, ROWS=rows, COLUMNS=columns, num_warps=CAST_NUM_WARPS
+    )
+    return out_DM
+
+
 @triton.jit
 def _amax_kernel(x, blocks, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     running_max = tl.zeros([BLOCK], tl.int32)
@@ -167,3 +178,14 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         x += ROWS * D
         out += ROWS * D
         out_transposed += ROWS
+
+
+@triton.jit
+def _transpose_kernel(x, out, M, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    tiles_across = tl.cdiv(D, COLUMNS)
+    m = tl.program_id(0) // tiles_across * ROWS + tl.arange(0, ROWS)
+    d = tl.program_id(0) % tiles_across * COLUMNS + tl.arange(0, COLUMNS)
+    tile = tl.load(x + m[:, None].to(tl.int64) * D + d[None, :], (m < M)[:, None] & (d < D)[None, :], 0)
+    # Transpose in 16 bits, as in `_cast_kernel`.
+    tile = tl.trans(tile.to(tl.int16)).to(tl.uint8)
+    tl.store(out + d[:, None].to(tl.int64) * M + m[None, :], tile, (d < D)[:, None] & (m < M)[None, :])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainyard.devices.kind import DeviceKind
-from trainyard.kernels.custom_op import PARTIAL_SUM_OPS
+from trainyard.kernels.custom_op import PARTIAL_SUM_OPS, WORKSPACE_BYTES
 from trainyard.models.layers import CoreAttention
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.ring_attention import CpMethod, attention_messages
@@ -26,6 +26,8 @@ aten = torch.ops.aten
 MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
 """Matrix multiplications, and the index of their first operand. The second one follows it."""
 FP8_MATMUL = "trainyard::fp8_matmul"
+STORED_GEMMS = {"trainyard::nf4_matmul": 1, "trainyard::cast_matmul": 1, "trainyard::fp8_dgrad": 2}
+"""GEMMs of a frozen matrix, and the index of its values, from which they first make another matrix."""
 GROUPED_GEMMS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
 """GEMMs of groups of rows, and the dim of the second operand that the first one does not have."""
 EXPERT_EXCHANGES = ("trainyard::exchange_counts", "trainyard::dispatch_rows", "trainyard::combine_rows")
@@ -200,6 +202,13 @@ class _WorkRecorder(PartRecorder):  # type: ignore[no-untyped-call]
             work.matmul_flops += 2 * args[0].numel() * args[1].shape[GROUPED_GEMMS[function.name()]]
         elif function.name() == FP8_MATMUL:
             work.fp8_flops += 2 * args[0].numel() * args[2].shape[0]
+        elif function.name() in STORED_GEMMS:
+            flops = 2 * args[0].numel() * out.shape[-1]
+            if args[0].element_size() == 1:
+                work.fp8_flops += flops
+            else:
+                work.matmul_flops += flops
+            work.moved_bytes += args[STORED_GEMMS[function.name()]].nbytes + WORKSPACE_BYTES[function](*args, **kwargs)
         elif function.namespace != "_c10d_functional":
             if function.name() in EXPERT_EXCHANGES:
                 self.on_message("ep", self.ep, "all_to_all", args[0])
