@@ -76,7 +76,7 @@ def quantize_nf4(weight_RC: Tensor, absmax: Tensor | None = None, row: int = 0, 
     R, B = (own_absmax := block_absmax(weight_RC)).shape
     assert column % BLOCK == 0
     absmax = own_absmax if absmax is None else absmax
-    offset = absmax.double().mean().float()
+    offset = _mean(absmax)
     absmax_codes, scales = _quantize_groups((absmax - offset).flatten())
     first = column // BLOCK
     absmax_codes = absmax_codes.view_as(absmax)[row : row + R, first : first + B]
@@ -127,6 +127,10 @@ def concatenate_nf4(matrices: list[Nf4Matrix]) -> Nf4Matrix:
         groups += len(matrix.scales)
     codes, absmax_codes, _, scales, offsets, _ = (torch.cat(tensors) for tensors in zip(*matrices, strict=True))
     return Nf4Matrix(codes, absmax_codes, torch.cat(row_starts), scales, offsets, matrices[0].tables)
+
+
+def _mean(absmax: Tensor) -> Tensor:
+    return absmax.double().mean().float()
 
 
 def _quantize_groups(values: Tensor) -> tuple[Tensor, Tensor]:
