@@ -2,6 +2,7 @@
 against plain torch, in Triton's interpreter on a CPU and compiled on a GPU."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -58,7 +59,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 def forward_backward(function: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """y, dx and d_bias."""
     x, bias = random(2, M, D, dtype=dtype).requires_grad_(), random(N, dtype=dtype).requires_grad_()
-    y = function(x, bias)
+    y = function(x, bias=bias)
     dx, d_bias = torch.autograd.grad(y, (x, bias), random(2, M, N, seed=1, dtype=dtype))
     return y.detach(), dx, d_bias
 
@@ -178,7 +179,7 @@ def test_compiled(storage: str) -> None:
 def test_kernels(storage: str, scaling: Any, grad_format: Any) -> None:
     matrix, fp8 = store(storage, random(N, D), scaling), Fp8Options(scaling, grad_format)
     expected, actual = (
-        forward_backward(lambda x, bias: kernels.frozen_linear(x, matrix, bias, fp8), torch.bfloat16)
+        forward_backward(partial(kernels.frozen_linear, weight=matrix, fp8=fp8), torch.bfloat16)
         for kernels in (Kernels(), TritonKernels())
     )
     for ours, theirs in zip(actual, expected, strict=True):

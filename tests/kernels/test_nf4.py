@@ -1,5 +1,5 @@
 """nf4 against bitsandbytes: what version 0.50 computed with its definition in torch, and the installed version itself.
-Shards against the full matrix; the kernel against plain torch, in Triton's interpreter on a CPU and compiled on a GPU."""
+Shards against the full matrix. The kernel against plain torch, in Triton's interpreter on a CPU, compiled on a GPU."""
 
 import hashlib
 from importlib.util import find_spec

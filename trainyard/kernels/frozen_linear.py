@@ -4,12 +4,12 @@ W is stored in one of three ways:
 
 - a plain tensor; with fp8, quantized at each use (fp8_linear.py);
 - `Nf4Matrix`, 4.13 bits per weight: each matmul dequantizes it into a scratch buffer in the dtype of x;
-- `Fp8Matrix`, 8 bits per weight: quantized once, with power-of-two scales. Forward quantizes x to e4m3 and multiplies in
-  fp8, and backward quantizes dy to e5m2 or keeps it in bf16. Hopper contracts fp8 only along the rows of both operands,
-  so that dy W in fp8 needs a transposed copy of W, in a scratch buffer too.
+- `Fp8Matrix`, 8 bits per weight: quantized once, with power-of-two scales. Forward quantizes x to e4m3 and multiplies
+  in fp8, and backward quantizes dy to e5m2 or keeps it in bf16. Hopper contracts fp8 only along the rows of both
+  operands, so that dy W in fp8 needs a transposed copy of W, in a scratch buffer too.
 
-Scratch buffers exist inside of one operator only. A compiler thus cannot save a dequantized matrix for backward, and the
-allocator gives the same memory to every layer.
+Scratch buffers exist inside of one operator only. A compiler thus cannot save a dequantized matrix for backward, and
+the allocator gives the same memory to every layer.
 
 Shapes: M tokens, D input features, N output features.
 """
