@@ -58,7 +58,7 @@ BUDGETS = {
     "formats": 3450,
     "importers": 2050,
     "inference": 2650,
-    "kernels": 2800,
+    "kernels": 3100,
     "launch": 550,
     "metrics": 1600,
     "models": 1050,
@@ -71,7 +71,7 @@ BUDGETS = {
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 16_100
+SPINE_BUDGET = 16_400
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -72,9 +72,10 @@ def test_installed_bitsandbytes(dtype: torch.dtype, columns: int) -> None:
     assert torch.equal(matrix.codes.flatten(), codes.flatten())
     torch.testing.assert_close(matrix.offsets, state.offset.expand_as(matrix.offsets), rtol=3e-7, atol=0)
     torch.testing.assert_close(matrix.scales, state.state2.absmax, rtol=1e-5, atol=0)
-    steps = (matrix.absmax_codes.flatten().int() - state.absmax.flatten()).abs()
-    assert steps.max() <= 1
-    assert steps.float().mean() < 0.005
+    ours, other = matrix.absmax_codes.flatten(), state.absmax.flatten()
+    assert (ours != other).float().mean() < 0.005
+    dynamic = state.state2.code
+    assert (dynamic[ours.int()] - dynamic[other.int()]).abs().max() < 0.9 / 64 + 1e-6  # the widest gap of the map
     theirs = matrix._replace(
         absmax_codes=state.absmax.view_as(matrix.absmax_codes), scales=state.state2.absmax,
         offsets=state.offset.expand_as(matrix.offsets),
