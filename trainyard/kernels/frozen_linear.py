@@ -57,7 +57,7 @@ def frozen_linear(
         assert fp8 is not None
         assert (fp8.scaling == "row") == (weight.inverse_scale.numel() > 1)
         y_MN = _StoredFp8Linear.apply(x_MD, bias_N, *fp8, reference, *weight)  # type: ignore[no-untyped-call]
-    return y_MN.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+    return y_MN.view(*x.shape[:-1], -1)
 
 
 def quantize_frozen(

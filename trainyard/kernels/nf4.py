@@ -93,7 +93,7 @@ def quantize_nf4(weight_RC: Tensor, absmax: Tensor | None = None, row: int = 0, 
 def dequantize_nf4(matrix: Nf4Matrix, dtype: torch.dtype) -> Tensor:
     """The matrix [R, C]. The kernel in triton/nf4.py returns the same bits."""
     R, B = matrix.absmax_codes.shape
-    nf4, dynamic = matrix.tables.split((len(NF4), 256))
+    nf4, dynamic = torch.split(matrix.tables, [len(NF4), 256])
     block = torch.arange(B, device=matrix.codes.device)
     out = torch.empty(R, B, BLOCK, dtype=dtype, device=matrix.codes.device)
     rows = max(1, CHUNK_ELEMENTS // (B * BLOCK))
