@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from trainyard.config.data_schema import DataSection
     from trainyard.config.schema import Config
     from trainyard.data.loading.dataset import Dataset
+    from trainyard.families import ModelConfig
     from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles
 
 
@@ -59,11 +60,9 @@ class DataSource:
 
         return [path for pattern in data.paths for path in match_paths(pattern) if path.is_file()]
 
-    def model_files(
-        self, data: "DataSection", generation: dict[str, Any], end_ids: tuple[int, ...] | None
-    ) -> dict[str, bytes]:
+    def model_files(self, data: "DataSection", model: "ModelConfig", generation: dict[str, Any]) -> dict[str, bytes]:
         """Files for the checkpoints of a run besides those of its tokenizer, by name. `generation` is the
-        generation_config.json of the tokenizer, `end_ids` the tokens that end a text as the model has them."""
+        generation_config.json of the tokenizer."""
         return {}
 
     def recognizes(self, path: "Path") -> bool:

@@ -44,7 +44,7 @@ def _model_files(
         generation = read_json(files, "generation_config.json")
         if model.eos_token_id is not None:
             files.pop("generation_config.json", None)  # config.json has the ids
-        return files | find_source(data).model_files(data, generation, model.eos_token_id)
+        return files | find_source(data).model_files(data, model, generation)
     if saved or not weights_from:
         return saved
     if not is_remote_model(weights_from) and (latest := latest_checkpoint(open_storage(weights_from))):

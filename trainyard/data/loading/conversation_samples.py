@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from trainyard.config.data_schema import DataSection
 from trainyard.core.atomic_files import atomic_directory
-from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.file_lock import file_lock
 from trainyard.core.quantities import counted
@@ -31,7 +30,6 @@ from trainyard.data.formats.conversations import read_conversation
 from trainyard.data.formats.documents import InputSlice, describe_place, read_records, record_slices
 from trainyard.data.loading.data_files import match_files
 from trainyard.data.loading.text_stream import check_vocab_size, tokenizer_spec
-from trainyard.data.samples import Sample, document_ids
 from trainyard.data.text.chat_encoder import ChatSpec, chat_encoder, read_template
 from trainyard.data.text.tokenizer import load_tokenizer, model_tokenizer_files
 from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles, RemotePath
@@ -124,42 +122,23 @@ class ConversationSamples:
         return np.setdiff1d(np.arange(total), dropped)
 
 
-class PaddedConversations:
-    """A dataset with one document in each sample; what is left of a sample has no loss."""
-
-    def __init__(self, documents: ConversationSamples, seq_len: int, document_mask: bool = False) -> None:
-        self.documents, self.seq_len, self.document_mask = documents, seq_len, document_mask
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def samples(self, indices: NDArray[np.int64]) -> Sample:
-        tokens = np.zeros((len(indices), self.seq_len), np.int32)
-        labels = np.full_like(tokens, IGNORE_INDEX)
-        starts = np.zeros(tokens.shape, np.bool_)
-        for row, index in enumerate(indices.tolist()):
-            document, trained = self.documents.document(index)
-            tokens[row, : len(document)] = document
-            labels[row, : len(document) - 1] = np.where(trained[1:], document[1:], IGNORE_INDEX)
-            starts[row, len(document) :][:1] = True  # padding is a document of its own
-        return {"tokens": tokens, "labels": labels, **(document_ids(starts) if self.document_mask else {})}
-
-    def source(self, index: int) -> str:
-        return self.documents.source(index)
-
-
-def chat_spec(data: DataSection) -> ChatSpec:
-    return ChatSpec(tokenizer_spec(data), read_template(data.chat.template), data.chat.train_on, data.chat.format)
+def chat_spec(data: DataSection, new_tokens: tuple[str, ...]) -> ChatSpec:
+    template = read_template(data.chat.template)
+    return ChatSpec(tokenizer_spec(data, new_tokens), template, data.chat.train_on, data.chat.format)
 
 
 def open_conversations(
-    data: DataSection, paths: Sequence[str], remote: RemoteFiles | None, model_vocab: int | None = None
+    data: DataSection,
+    paths: Sequence[str],
+    remote: RemoteFiles | None,
+    model_vocab: int | None = None,
+    new_tokens: tuple[str, ...] = (),
 ) -> ConversationSamples:
     """The conversations of files, encoded by this process or by another one before."""
     if model_vocab is not None:
-        check_vocab_size(load_tokenizer(tokenizer_spec(data)), model_vocab)
+        check_vocab_size(load_tokenizer(tokenizer_spec(data, new_tokens)), model_vocab)
     files = match_files(paths, directories=True, remote=remote)
-    slices, spec = list(record_slices(files)), chat_spec(data)
+    slices, spec = list(record_slices(files)), chat_spec(data, new_tokens)
     directory = user_cache("chat", is_writable=True) / _cache_key(spec, slices)
     directory.parent.mkdir(parents=True, exist_ok=True)
     if not (directory / "info.json").exists():
@@ -173,7 +152,16 @@ def open_conversations(
 def _cache_key(spec: ChatSpec, slices: Sequence[InputSlice]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(
-        json.dumps([CACHE_VERSION, spec.template, spec.train_on, spec.format, spec.tokenizer.end_token]).encode()
+        json.dumps(
+            [
+                CACHE_VERSION,
+                spec.template,
+                spec.train_on,
+                spec.format,
+                spec.tokenizer.end_token,
+                spec.tokenizer.new_tokens,
+            ]
+        ).encode()
     )
     for name, content in sorted(model_tokenizer_files(spec.tokenizer).items()):
         digest.update(f"{name} {len(content)} ".encode() + content)

@@ -27,6 +27,9 @@ class Documents(Protocol):
     def document(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The tokens of a document, and which of them a model learns to predict."""
 
+    def source(self, index: int) -> str:
+        """Where a document comes from, for people."""
+
 
 def document_samples(documents: Documents, data: DataSection, pad_token: int) -> Dataset:
     """The samples that a source of documents has."""
@@ -49,7 +52,7 @@ class PaddedSamples:
         return {"tokens": tokens, "labels": labels}
 
     def source(self, index: int) -> str:
-        return f"document {index}"
+        return self.documents.source(index)
 
     def _place(self, rows: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
         """Tokens, labels, and where documents start, of samples that hold these documents from left to right."""
@@ -90,7 +93,7 @@ class PackedSamples(PaddedSamples):
         return documents
 
     def source(self, index: int) -> str:
-        return f"documents {', '.join(map(str, self.documents_of(index)))}"
+        return ", ".join(map(self.documents.source, self.documents_of(index)))
 
 
 def pack(lengths: NDArray[np.int32], seq_len: int) -> tuple[Indices, Indices]:

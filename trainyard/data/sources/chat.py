@@ -12,30 +12,32 @@ if TYPE_CHECKING:
     from trainyard.config.data_schema import DataSection
     from trainyard.config.schema import Config
     from trainyard.data.loading.dataset import Dataset
+    from trainyard.families import ModelConfig
     from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles
 
 
 class ChatSource(DataSource):
-    makes_tokens = True
+    makes_tokens = has_documents = True
     inspector = "trainyard.prepare.inspect_chat:inspect_chat"
 
     def open(
         self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
     ) -> "tuple[Dataset, Dataset | None]":
-        from trainyard.data.loading.conversation_samples import PaddedConversations, open_conversations
+        from trainyard.data.loading.conversation_samples import open_conversations
+        from trainyard.data.loading.packing import document_samples
 
         data, weights = config.data, config.checkpoint.weights_from
         if weights and "tokenizer" not in data.model_fields_set:  # the default knows no special token of the model
             raise UserError(f"data.tokenizer: missing; the run starts from other weights; nearest: {weights}")
-        documents = open_conversations(data, paths, remote, config.model.vocab)
-        return PaddedConversations(documents, data.seq_len, data.document_mask), None
+        documents = open_conversations(data, paths, remote, config.model.vocab, config.model.new_tokens)
+        return document_samples(documents, data, PAD_TOKEN), None
 
     def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int:
         """The tokenizer's."""
         from trainyard.data.loading.text_stream import tokenizer_spec
         from trainyard.data.text.tokenizer import load_tokenizer
 
-        return load_tokenizer(tokenizer_spec(data)).vocab_size
+        return load_tokenizer(tokenizer_spec(data, ())).vocab_size
 
     def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":
         from pathlib import Path
@@ -49,9 +51,7 @@ class ChatSource(DataSource):
         named = [Path(data.chat.template).expanduser()] if data.chat.template and "{" not in data.chat.template else []
         return [*expand_directories(paths, arrow_files), *tokenizer, *filter(Path.is_file, (*beside, *named))]
 
-    def model_files(
-        self, data: "DataSection", generation: dict[str, Any], end_ids: tuple[int, ...] | None
-    ) -> dict[str, bytes]:
+    def model_files(self, data: "DataSection", model: "ModelConfig", generation: dict[str, Any]) -> dict[str, bytes]:
         """generation_config.json with the tokens that end answers, and the template if it is not the tokenizer's."""
         from trainyard.data.loading.conversation_samples import chat_spec, open_conversations
         from trainyard.data.loading.data_files import remote_files
@@ -61,11 +61,11 @@ class ChatSource(DataSource):
         data = data.model_copy(update={"chat": lenient, "seq_len": 1 << 30})
         remote, ends = remote_files(data), dict.fromkeys(())
         for paths in [(path,) for path in data.paths] if data.weights else [data.paths]:
-            ends |= dict.fromkeys(open_conversations(data, paths, remote).end_ids)
-        known = generation.get("eos_token_id") if end_ids is None else list(end_ids)
+            ends |= dict.fromkeys(open_conversations(data, paths, remote, None, model.new_tokens).end_ids)
+        known = generation.get("eos_token_id") if model.eos_token_id is None else list(model.eos_token_id)
         ends |= dict.fromkeys(known if isinstance(known, list) else [] if known is None else [known])
         content = json.dumps({**generation, "eos_token_id": list(ends)}, indent=2) + "\n"
-        return {"generation_config.json": content.encode(), **chat_encoder(chat_spec(data)).files()}
+        return {"generation_config.json": content.encode(), **chat_encoder(chat_spec(data, model.new_tokens)).files()}
 
     def recognizes(self, path: "Path") -> bool:
         from trainyard.data.formats.conversations import is_conversation_file
@@ -73,6 +73,8 @@ class ChatSource(DataSource):
         return path.is_file() and is_conversation_file(path)
 
 
+PAD_TOKEN = 0
+"""Follows the documents of a sample. It has no label, and no token sees it."""
 TEMPLATE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files beside a tokenizer that decide about the text of a conversation."""
 SOURCE = ChatSource()

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Fast
 from trainyard.core.errors import UserError
 from trainyard.data.formats.conversations import Conversation
 from trainyard.data.text.chat_template import ChatTemplate
-from trainyard.data.text.tokenizer import TokenizerSpec, model_tokenizer_files
+from trainyard.data.text.tokenizer import TokenizerSpec, add_new_tokens, model_tokenizer_files
 from trainyard.data.text.trained_spans import SpecialTokens, TrainedText, trained_roles, trained_text
 
 RENDERED_AT = datetime(2024, 7, 26)
@@ -40,7 +40,7 @@ class EncodedConversation(NamedTuple):
 
 class ChatEncoder:
     def __init__(self, spec: ChatSpec) -> None:
-        files = model_tokenizer_files(spec.tokenizer)
+        files = add_new_tokens(model_tokenizer_files(spec.tokenizer), spec.tokenizer.new_tokens)
         if "tokenizer.json" not in files:
             name = spec.tokenizer.name
             raise UserError(

@@ -67,7 +67,7 @@ def show(
         raise UserError(f"{target}: not a run directory: it has no config.yaml")
     is_run = path.is_dir()
     config = load(path / "config.yaml" if is_run else target)
-    loaded = run_tokenizer(config.data, config.samples.tokenizer, path)
+    loaded = run_tokenizer(config.data, config.model.new_tokens, config.samples.tokenizer, path)
     from trainyard.data.loading.build import build_datasets
 
     if step is None:
@@ -99,11 +99,12 @@ def show(
 
 def _open_file(target: str, tokenizer: str | None) -> "tuple[Dataset, Tokenizer]":
     """A file of conversations, with the keys of a configuration at their defaults."""
-    from trainyard.data.loading.conversation_samples import PaddedConversations, open_conversations
+    from trainyard.data.loading.conversation_samples import open_conversations
+    from trainyard.data.loading.packing import PaddedSamples
 
     data = DataSection(source="chat", paths=(target,), tokenizer=tokenizer or "bytes", seq_len=LONGEST_SAMPLE)
     documents = open_conversations(data, data.paths, None)
-    return PaddedConversations(documents, int(documents.lengths.max())), load_tokenizer(TokenizerSpec(data.tokenizer))
+    return PaddedSamples(documents, int(documents.lengths.max()), 0), load_tokenizer(TokenizerSpec(data.tokenizer))
 
 
 def _show_samples(console: Console, dataset: "Dataset", tokenizer: Tokenizer | None, first: int, limit: int) -> None:
