@@ -51,7 +51,7 @@ BUDGETS = {
     "config": 1300,
     "core": 900,
     "dashboard": 1300,
-    "data": 2650,
+    "data": 2800,
     "devices": 1600,
     "evaluate": 650,
     "families": 1250,
