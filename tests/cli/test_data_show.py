@@ -1,5 +1,6 @@
 """`trainyard data show`: the samples it prints are those that the step trained on, for every kind of data."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path) -> None:
     fail(call("data", "show", run, "--step", 1), f"{run}: not a run directory: it has no config.yaml")
     config = yaml.safe_load(dump(configs.tiny_config()))
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    fail(call("data", "show", run, "--sample", 99), "--sample 99: there are samples 0 to ")
+    assert succeed(call("data", "show", run, "--sample", 3)).startswith("sample 3: synthetic tokens 3")
     for step in (0, -3, 5):
         fail(call("data", "show", run, "--step", step), f"--step {step}: the run has steps 1 to 4")
     fail(call("data", "show", run, "--step", "x"), "Invalid value for '--step'")
@@ -114,3 +115,14 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path) -> None:
     fail(call("data", "show", run, "--step", 1), f"data.paths={tmp_path / 'gone'}: no such token files")
     (run / "config.yaml").write_text("train: [")
     fail(call("data", "show", run, "--step", 1), ".*config.yaml")
+
+
+def test_what_is_trained_of_conversations_is_in_brackets(call: Call, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "Four."}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    found = succeed(call("data", "show", tmp_path / "a.jsonl"))
+    assert "user: What is 2+2?\\n\nassistant:[[ Four.\\n\n<256>]]" in found
+    assert "36 tokens, 8 trained (22.2%)" in found
+    fail(call("data", "show", tmp_path / "a.jsonl", "--sample", 1), "--sample 1: there are samples 0 to 0")
+    facts = succeed(call("data", "inspect", tmp_path / "a.jsonl"))
+    assert re.search(r"a.jsonl: conversations\n  formats +messages: 1\n  conversations +1\n", facts)

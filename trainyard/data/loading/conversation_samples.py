@@ -50,7 +50,7 @@ class Problem(NamedTuple):
     reason: str
 
 
-class EncodedSlice(NamedTuple):
+class EncodedConversations(NamedTuple):
     tokens: NDArray[np.int32]
     trained: NDArray[np.bool_]
     lengths: NDArray[np.int64]
@@ -216,7 +216,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
         (temporary / "info.json").write_text(json.dumps({"end_ids": sorted(end_ids)}))
 
 
-def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedSlice:
+def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedConversations:
     encoder = chat_encoder(spec)
     tokens, trained = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
     places: list[int] = []
@@ -237,7 +237,7 @@ def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedSlice:
         end_ids |= encoded.end_ids
     lengths = np.array([len(each) for each in tokens[1:]], np.int64)
     joined = np.concatenate(tokens), np.concatenate(trained)
-    return EncodedSlice(*joined, lengths, np.array(places, np.int64), end_ids, problems)
+    return EncodedConversations(*joined, lengths, np.array(places, np.int64), end_ids, problems)
 
 
 def _raise_problems(problems: Sequence[Problem], slices: Sequence[InputSlice], total: int) -> None:

@@ -120,7 +120,7 @@ class ChatTemplate:
     ) -> MarkedText:
         """The same text, with the offsets of its messages."""
         if len(messages) > MAX_MESSAGES:
-            raise UserError(f"chat template: {len(messages)} messages; at most {MAX_MESSAGES} in a conversation")
+            raise UserError(f"chat template: the conversation has {len(messages)} of at most {MAX_MESSAGES} messages")
         text = self.render(messages, add_generation_prompt, tools, now)
         if MARK.search(text):
             raise UserError("chat template: the text has a character of Unicode's plane 16, which is for private use")

@@ -61,17 +61,18 @@ def show(
     console = Console(highlight=False)
     path = Path(target).expanduser()
     if path.is_file() and path.suffix not in (".yaml", ".yml"):
-        _show_samples(console, *_open_file(target, tokenizer), sample, limit or 1)
+        _show_samples(console, *_open_file(target, tokenizer), sample, limit or 1, True)
         return
     if not path.is_file() and (step is not None or path.is_dir()) and not (path / "config.yaml").is_file():
         raise UserError(f"{target}: not a run directory: it has no config.yaml")
     is_run = path.is_dir()
     config = load(path / "config.yaml" if is_run else target)
     loaded = run_tokenizer(config.data, config.model.new_tokens, config.samples.tokenizer, path)
+    masks = config.data.has_flag("has_documents")  # all tokens of the others are trained
     from trainyard.data.loading.build import build_datasets
 
     if step is None:
-        _show_samples(console, build_datasets(config).train, loaded, sample, limit or 1)
+        _show_samples(console, build_datasets(config).train, loaded, sample, limit or 1, masks)
         return
     if not 1 <= step <= config.train.steps:
         raise UserError(f"--step {step}: the run has steps 1 to {config.train.steps}")
@@ -94,7 +95,7 @@ def show(
     print_line(
         console, f"step {step} of {config.train.steps}: {counted(total, 'sample')}{of_rank}, {len(indices)} shown"
     )
-    _print_samples(console, loader.dataset, loaded, indices)
+    _print_samples(console, loader.dataset, loaded, indices, masks)
 
 
 def _open_file(target: str, tokenizer: str | None) -> "tuple[Dataset, Tokenizer]":
@@ -107,19 +108,21 @@ def _open_file(target: str, tokenizer: str | None) -> "tuple[Dataset, Tokenizer]
     return PaddedSamples(documents, int(documents.lengths.max()), 0), load_tokenizer(TokenizerSpec(data.tokenizer))
 
 
-def _show_samples(console: Console, dataset: "Dataset", tokenizer: Tokenizer | None, first: int, limit: int) -> None:
+def _show_samples(
+    console: Console, dataset: "Dataset", tokenizer: Tokenizer | None, first: int, limit: int, masks: bool
+) -> None:
     if first >= len(dataset):
         raise UserError(f"--sample {first}: there are samples 0 to {len(dataset) - 1}")
-    _print_samples(console, dataset, tokenizer, np.arange(first, min(first + limit, len(dataset))))
+    _print_samples(console, dataset, tokenizer, np.arange(first, min(first + limit, len(dataset))), masks)
 
 
 def _print_samples(
-    console: Console, dataset: "Dataset", tokenizer: Tokenizer | None, indices: NDArray[np.int64]
+    console: Console, dataset: "Dataset", tokenizer: Tokenizer | None, indices: NDArray[np.int64], masks: bool
 ) -> None:
     batch = dataset.samples(indices)
     for row, index in enumerate(indices.tolist()):
         print_line(console, f"sample {index}: {dataset.source(index)}", "bold")
-        for line in sample_lines(batch, row, tokenizer, colored=console.is_terminal):
+        for line in sample_lines(batch, row, tokenizer, console.is_terminal if masks else None):
             if isinstance(line, Text):
                 console.print(line, soft_wrap=not console.is_terminal)
             else:
@@ -153,11 +156,13 @@ def run_tokenizer(
         return None
 
 
-def sample_lines(batch: "Sample", row: int, tokenizer: Tokenizer | None, colored: bool) -> list[str | Text]:
+def sample_lines(batch: "Sample", row: int, tokenizer: Tokenizer | None, colored: bool | None) -> list[str | Text]:
     """The text or token ids of one sample and, of a BERT sample, its masked tokens and whether the second text follows
-    the first; of other samples, what has a loss."""
+    the first. `colored` shows what has a loss, by colors or brackets; None: not at all."""
     tokens: list[int] = batch["tokens"][row].tolist()
     labels: list[int] = batch["labels"][row].tolist()
+    if "masked_positions" not in batch and colored is None:
+        return [token_text(tokens, tokenizer)]
     if "masked_positions" not in batch:
         return causal_lines(tokens, labels, tokenizer, colored)
     tokens = tokens[: int(batch["attention_mask"][row].sum())]
@@ -171,11 +176,8 @@ def sample_lines(batch: "Sample", row: int, tokenizer: Tokenizer | None, colored
 
 
 def causal_lines(tokens: list[int], labels: list[int], tokenizer: Tokenizer | None, colored: bool) -> list[str | Text]:
-    """The text with what has a loss, and counts. A sample in which every token has one is shown as its text."""
+    """The text with what has a loss, and counts."""
     trained = [False, *(label != IGNORE_INDEX for label in labels)]
-    if all(trained[1:]):
-        count = len(labels)
-        return [token_text(tokens, tokenizer), f"{count:,} tokens, all trained"]
     tokens = [*tokens, labels[-1] if trained[-1] else 0]
     while tokens and not (tokens[-1] or trained[len(tokens) - 1]):
         tokens.pop()  # padding
