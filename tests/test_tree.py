@@ -45,13 +45,13 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 550,
-    "cli": 4900,
+    "cli": 4930,
     "cluster": 2200,
     "compat": 450,
     "config": 1300,
-    "core": 900,
+    "core": 930,
     "dashboard": 1300,
-    "data": 2800,
+    "data": 3520,
     "devices": 1600,
     "evaluate": 650,
     "families": 1250,
@@ -71,7 +71,7 @@ BUDGETS = {
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 16_400
+SPINE_BUDGET = 17_100
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150
@@ -193,7 +193,13 @@ def test_only_remote_talks_to_the_hub_the_web_and_object_stores() -> None:
 def test_families_are_named_in_their_own_files_only() -> None:
     """Importers read the names of other systems; `data bert` prepares files of that name."""
     classes = {family.config_class.__name__ for family in all_families().values()}
-    allowed = ("families/", "importers/", "cli/commands/data/", "prepare/bert_files.py")
+    allowed = (
+        "families/",
+        "importers/",
+        "cli/commands/data/",
+        "prepare/bert_files.py",
+        "data/formats/conversations.py",
+    )
     for file in FILES:
         own = {f"models/{name}.py" for name in FAMILIES.built_in}
         if file.name.startswith(allowed) or file.name in own:

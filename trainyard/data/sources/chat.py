@@ -59,7 +59,8 @@ class ChatSource(DataSource):
 
         lenient = data.chat.model_copy(update={"too_long": "truncate"})
         data = data.model_copy(update={"chat": lenient, "seq_len": 1 << 30})
-        remote, ends = remote_files(data), dict.fromkeys(())
+        remote = remote_files(data)
+        ends: dict[int, None] = {}
         for paths in [(path,) for path in data.paths] if data.weights else [data.paths]:
             ends |= dict.fromkeys(open_conversations(data, paths, remote, None, model.new_tokens).end_ids)
         known = generation.get("eos_token_id") if model.eos_token_id is None else list(model.eos_token_id)
