@@ -35,8 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "llama3.2-1b": {
         "model": {
-            **{"vocab": 128_256, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192},
-            **{"tie_embeddings": True, "rope_theta": 500_000.0},
+            "vocab": 128_256,
+            "hidden": 2048,
+            "layers": 16,
+            "heads": 32,
+            "kv_heads": 8,
+            "ffn": 8192,
+            "tie_embeddings": True,
+            "rope_theta": 500_000.0,
         },
         "train": {"global_batch": 16, "micro_batch": 8},
         "precision": {"kind": "bf16"},
@@ -106,8 +112,13 @@ def main() -> None:
     packed, padded = (measure(CASES[options.case], packing) for packing in (True, False))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     results = {
-        **{"case": options.case, "device": device, "torch": torch.__version__, "seq_len": SEQ_LEN, "mean_length": MEAN},
-        **{"packed": packed, "padded": padded},
+        "case": options.case,
+        "device": device,
+        "torch": torch.__version__,
+        "seq_len": SEQ_LEN,
+        "mean_length": MEAN,
+        "packed": packed,
+        "padded": padded,
         "packed_over_padded": round(packed["tokens_per_s"] / padded["tokens_per_s"], 2),
     }
     print(json.dumps(results, indent=2))

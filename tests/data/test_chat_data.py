@@ -21,7 +21,11 @@ from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.conversation_samples import open_conversations
 from trainyard.data.loading.fingerprint import fingerprint_files
 from trainyard.data.loading.packing import PaddedSamples
+from trainyard.inference.generate import Prompt, generate_texts
+from trainyard.inference.load import InferenceOptions, load_for_inference
+from trainyard.inference.requests import SamplingOptions
 from trainyard.run.model_files import run_model_files
+from trainyard.run.trainer import Trainer
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "yes"}]
 ADD = {"name": "add", "arguments": {"a": 1}}
@@ -241,3 +245,25 @@ def test_a_run_saves_the_tokens_that_end_answers_and_its_template(tmp_path: Path
     template = FAMILIES["qwen2.5"].template
     data = section(tmp_path, [{"messages": CHAT}], template=template)
     assert run_model_files(data, model, None, None)["chat_template.jinja"].decode() == template
+
+
+@pytest.mark.nightly
+def test_a_model_answers_what_it_was_trained_to_answer(tmp_path: Path) -> None:
+    answers = {"What is 2+2?": "It is four.", "Name a color.": "Blue, of course."}
+    turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in answers.items()]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    config = tiny_config(
+        data={"source": "chat", "paths": str(tmp_path / "a.jsonl"), "seq_len": 64, "tokenizer": "bytes"},
+        train={"steps": 150, "global_batch": 2},
+        optimizer={"lr": 1e-2},
+        schedule={"warmup_steps": 0},
+        log={"directory": str(tmp_path)},
+        checkpoint={"export_hf": True},
+    )
+    exported = Trainer(config).run().exported_weights
+    model = load_for_inference(str(exported), InferenceOptions(device="cpu", max_batch=2))
+    sampling = SamplingOptions(temperature=0.0, max_new_tokens=32, end_ids=model.end_ids)
+    prompts = [Prompt(index, "", model.encode_chat(turn[:1])) for index, turn in enumerate(turns)]
+    found = {each.prompt.index: each for each in generate_texts(model, prompts, sampling)}
+    assert [found[index].text.strip() for index in range(2)] == list(answers.values())
+    assert all(each.finish_reason == "stop" for each in found.values())

@@ -161,10 +161,11 @@ def sample_lines(batch: "Sample", row: int, tokenizer: Tokenizer | None, colored
     the first. `colored` shows what has a loss, by colors or brackets; None: not at all."""
     tokens: list[int] = batch["tokens"][row].tolist()
     labels: list[int] = batch["labels"][row].tolist()
-    if "masked_positions" not in batch and colored is None:
-        return [token_text(tokens, tokenizer)]
     if "masked_positions" not in batch:
-        return causal_lines(tokens, labels, tokenizer, colored)
+        masked_text = colored is not None
+        return (
+            causal_lines(tokens, labels, tokenizer, bool(colored)) if masked_text else [token_text(tokens, tokenizer)]
+        )
     tokens = tokens[: int(batch["attention_mask"][row].sum())]
     masked = [
         f"{position} {token_text([label], tokenizer)}"
