@@ -1,0 +1,197 @@
+"""Adapters in PEFT's folders: what PEFT writes is read and written back bit for bit, PEFT loads what is written here,
+and both compute the same logits."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.support import configs
+from tests.support.hf_reference import MOE_VARIANTS, hf_model
+from trainyard import models
+from trainyard.checkpoint.weights import WeightSource, unfused_tensors
+from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.hf_config import from_hf
+from trainyard.formats.hf import hf_tensors, open_hf, weights_from_tensors, write_hf
+from trainyard.formats.io.lazy_tensor import InlineTensor
+from trainyard.formats.peft.adapter import (
+    AdaptedWeights,
+    adapter_tensors,
+    lora_options,
+    read_adapter,
+    with_lora,
+    write_adapter,
+)
+from trainyard.formats.peft.merge import MergedWeights
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Weights:
+    """Weights in memory by name."""
+
+    def __init__(self, model: models.ModelConfig, tensors: dict[str, Tensor]) -> None:
+        self.model, self.tensors = model, tensors
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def read(self, piece: TensorSlice) -> Tensor:
+        return self.tensors[piece.name][piece.to_index()]
+
+
+def peft_model(variant: str = "llama-gqa", base: str = "base", **options: Any) -> Any:
+    """A model of transformers with an adapter of PEFT, every tensor of which is random."""
+    torch.manual_seed(0)
+    model = hf_model(variant)
+    model.name_or_path = base
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ALL, "task_type": "CAUSAL_LM", **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            noise = torch.rand_like(parameter) * 0.2
+            parameter.data = parameter.data * (1 + noise) if "magnitude" in name else parameter.data + noise - 0.1
+    return adapted
+
+
+def save(adapted: Any, directory: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.save_pretrained(directory)
+    return directory
+
+
+def base_weights(variant: str = "llama-gqa") -> WeightSource:
+    model = hf_model(variant)
+    if variant in MOE_VARIANTS:  # whose modules have other names than their files
+        with TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            weights = open_hf(directory)
+            return Weights(
+                weights.model, {n: weights.read(p).clone() for n, p in unfused_tensors(weights.model).items()}
+            )
+    tensors = {name: InlineTensor(tensor) for name, tensor in model.state_dict().items()}
+    return weights_from_tensors(from_hf(json.loads(model.config.to_json_string())), tensors)
+
+
+def opened(directory: Path, variant: str = "llama-gqa") -> AdaptedWeights:
+    base = base_weights(variant)
+    return AdaptedWeights(read_adapter(directory), base.model, base)
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama-gqa", {"target_modules": ["q_proj", "v_proj"]}),
+    "rslora": ("llama-gqa", {"use_rslora": True, "lora_dropout": 0.05}),
+    "dora": ("llama-gqa", {"use_dora": True}),
+    "whole": ("llama-gqa", {"modules_to_save": ["embed_tokens", "norm", "lm_head"]}),
+    "pattern": ("llama-gqa", {"target_modules": r".*\.(q|o)_proj", "rank_pattern": {"[qo]_proj": 3}}),
+    "all-linear": ("llama-gqa", {"target_modules": "all-linear", "exclude_modules": ["down_proj"]}),
+    "tied": ("llama-tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {"use_dora": True}),
+    "qwen3": ("qwen3", {"modules_to_save": ["norm"]}),
+    "mixtral": ("mixtral", {"target_modules": ["q_proj", "o_proj"]}),
+    "gpt2": ("gpt2", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "use_dora": True}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_what_peft_writes_is_written_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    variant, options = ADAPTERS[name]
+    source = save(peft_model(variant, **options), tmp_path / "peft")
+    write_adapter(tmp_path / "ours", opened(source, variant))
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "ours" / file).read_bytes() == (source / file).read_bytes()
+    assert (tmp_path / "ours" / "README.md").read_text().startswith("---\nbase_model: base\nlibrary_name: peft\n")
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merged_weights_are_those_that_peft_merges(name: str, tmp_path: Path) -> None:
+    variant, options = ADAPTERS[name]
+    adapted = peft_model(variant, **options)
+    merged = MergedWeights(opened(save(adapted, tmp_path / "peft"), variant))
+    assert lora_options(merged.model) is None
+    tensors = dict(hf_tensors(merged))
+    expected = adapted.merge_and_unload()
+    if variant not in MOE_VARIANTS:
+        for key, value in tensors.items():
+            torch.testing.assert_close(value, expected.state_dict()[key], atol=1e-6, rtol=1e-6, msg=key)
+    write_hf(tmp_path / "merged", merged)
+    tokens = torch.arange(24).view(2, 12)
+    loaded = type(hf_model(variant)).from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(loaded(tokens).logits, expected(tokens).logits, atol=2e-5, rtol=1e-5)
+
+
+def random_weights(variant: str, **options: Any) -> Weights:
+    """A model with our adapters, every tensor of which is random."""
+    base = base_weights(variant)
+    model = with_lora(base.model, {"rank": 4, "alpha": 6.0, **options})
+    generator = torch.Generator().manual_seed(2)
+    changed = {piece.name for stored in adapter_tensors(model).stored for piece in stored.slices}
+    tensors = {}
+    for name, piece in unfused_tensors(model).items():
+        values = torch.zeros(piece.sizes) if ".lora_" in name else base.read(piece).clone()
+        noise = torch.rand(piece.sizes, generator=generator) * 0.2
+        tensors[name] = values + noise * (name in changed)
+    return Weights(model, tensors)
+
+
+def load_in_peft(variant: str, directory: Path) -> Any:
+    """The adapter in PEFT, which warns of missing and unexpected tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return peft.PeftModel.from_pretrained(hf_model(variant), directory).eval()
+
+
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama-gqa", {}),
+    "rslora": ("llama-gqa", {"rank_stabilized": True, "targets": ["q", "v", "gate"]}),
+    "dora": ("llama-gqa", {"dora": True}),
+    "whole": ("qwen3", {"train": ["embedding", "norms", "head"]}),
+    "tied": ("qwen2", {"train": ["embedding"], "targets": ["output"]}),
+    "experts": ("mixtral", {}),
+    "gpt2": ("gpt2", {"targets": ["up", "down"]}),
+    "gpt2-output": ("gpt2-untied", {"targets": ["output"], "train": ["norms", "head"]}),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_peft_loads_what_is_written(name: str, tmp_path: Path) -> None:
+    variant, options = OURS[name]
+    weights = random_weights(variant, **options)
+    write_adapter(tmp_path / "adapter", weights, base="org/base")
+    adapted = load_in_peft(variant, tmp_path / "adapter")
+    save(adapted, tmp_path / "again")
+    files = [load_file(tmp_path / each / "adapter_model.safetensors") for each in ("adapter", "again")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(value, files[1][key]) for key, value in files[0].items())
+    configs_written = [
+        json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("adapter", "again")
+    ]
+    for config in configs_written:  # PEFT keeps sets, and changes two values when it loads them
+        config["target_modules"] = sorted(config["target_modules"])
+        config["target_parameters"] = config["target_parameters"] or None
+        config["modules_to_save"] = config["modules_to_save"] and {n.split(".")[-1] for n in config["modules_to_save"]}
+    assert configs_written[0] == configs_written[1]
+    tokens = torch.arange(24).view(2, 12)
+    write_hf(tmp_path / "merged", MergedWeights(weights))
+    merged = type(hf_model(variant)).from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, atol=2e-5, rtol=1e-5)
+    base = hf_model(variant)
+    assert (adapted(tokens).logits - base(tokens).logits).abs().max() > 0.1
+    again = opened(tmp_path / "adapter", variant)
+    assert again.model.model_dump(exclude={"linear"}) == weights.model.model_dump(exclude={"linear"})
+    for key, value in weights.tensors.items():
+        if key in again:
+            assert torch.equal(again.read(TensorSlice.full(key, tuple(value.shape))), value)

@@ -1,0 +1,328 @@
+"""Reads and writes the folder of a LoRA adapter as PEFT does: adapter_config.json and adapter_model.safetensors.
+
+PEFT names a tensor after the module of transformers that has the adapter. The names of those modules follow from the
+family's Hugging Face names of weights, so that one description of the tensors serves every family, in both directions.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from trainyard import models
+from trainyard.checkpoint.safetensors_file import TensorSpec, encode_header, write_tensor
+from trainyard.checkpoint.weights import WeightSource, unfused_tensors
+from trainyard.core.atomic_files import atomic_directory
+from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.blueprint import name_pattern
+from trainyard.families.linear_wrapper import LinearSection
+from trainyard.families.linear_wrappers.lora import ALL_LINEAR, LoraKeys, parameter_group, parts_of
+from trainyard.formats.format import ProgressCallback
+from trainyard.formats.hf import stored_tensors
+from trainyard.formats.io.lazy_tensor import LazyTensor
+from trainyard.formats.io.safetensors_reader import open_safetensors
+from trainyard.formats.peft.adapter_config import (
+    CONFIG_FILE,
+    config_bytes,
+    read_config,
+    read_options,
+    targeted_modules,
+    write_options,
+)
+from trainyard.formats.tensor_map import StoredTensor, assemble, check_tensors
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SUFFIXES = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight", "lora_magnitude": ".lora_magnitude_vector"}
+"""What follows the name of a module, by the last part of our names."""
+CARD = """---
+base_model: {base}
+library_name: peft
+tags:
+- base_model:adapter:{base}
+- lora
+- transformers
+---
+
+A LoRA adapter of {base}, trained with trainyard.
+"""
+
+
+def lora_options(model: models.ModelConfig) -> LoraKeys | None:
+    """The options of the adapters of a model; None: it has none."""
+    options = (model.linear.model_extra or {}).get("lora")
+    return options if isinstance(options, LoraKeys) else None
+
+
+def with_lora(model: models.ModelConfig, options: Mapping[str, Any] | None) -> models.ModelConfig:
+    """The model with adapters of these options, or without adapters."""
+    sections = {name: section for name, section in (model.linear.model_extra or {}).items() if name != "lora"}
+    linear = LinearSection.model_validate(sections | ({} if options is None else {"lora": options}))
+    return model.model_copy(update={"linear": linear})
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """The tensors in the folder of a model's adapter."""
+
+    stored: tuple[StoredTensor, ...]
+    """A module of several of our layers (GPT-2's c_attn) has one A. It is stored several times: as that of each."""
+    modules: frozenset[str]
+    """The modules of transformers that have an adapter."""
+    linear_modules: frozenset[str]
+    """The linear modules of its blocks."""
+    trained_modules: frozenset[str]
+    """The modules that are trained as they are."""
+    is_tied: bool
+    """The embedding is trained, and the head shares its matrix."""
+    is_transposed: bool
+    """Modules hold their weights as [in, out] (GPT-2's Conv1D)."""
+
+
+def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
+    """What the folder of an adapter of `model` holds."""
+    if lora_options(model) is None:
+        raise UserError("--to peft: the model has no LoRA adapter; nearest: --to hf")
+    blueprint, hf = models.blueprint_of(model), models.family_of(model).hf
+    hf_of = {piece.name: stored for stored in stored_tensors(with_lora(model, None)) for piece in stored.slices}
+    trained = {
+        piece.name
+        for name in blueprint.parameter_names()
+        for piece in blueprint.local_slices(name)
+        if blueprint.spec(name).trained
+    }
+    linear = {part.name for spec in blueprint.specs if spec.is_linear for part in parts_of(spec)}
+    by_name: dict[str, list[StoredTensor]] = {}
+    modules, trained_modules = set(), set()
+    for name, piece in unfused_tensors(model).items():
+        layer, _, kind = name.rpartition(".")
+        if kind in SUFFIXES:
+            module = hf_of[f"{layer}.weight"].name.removesuffix(".weight")
+            modules.add(module)
+            stored = by_name.setdefault(f"{PREFIX}{module}{SUFFIXES[kind]}", [])
+            if stored and kind != "lora_A":
+                piece_before = stored.pop()
+                stored.append(StoredTensor(piece_before.name, 0, (*piece_before.slices, piece)))
+            else:
+                stored.append(StoredTensor(f"{PREFIX}{module}{SUFFIXES[kind]}", 0, (piece,)))
+        elif name in trained:
+            trained_modules.add(hf_of[name].name.rpartition(".")[0])
+            by_name[PREFIX + hf_of[name].name] = [StoredTensor(PREFIX + hf_of[name].name, 0, (piece,))]
+    is_tied = False
+    for copy, original in hf.names(model).tied.items():
+        if PREFIX + original in by_name:
+            (stored_original,) = by_name[PREFIX + original]
+            by_name[PREFIX + copy] = [StoredTensor(PREFIX + copy, 0, stored_original.slices)]
+            is_tied = True
+    is_linear = {name: name_pattern(name) in linear for name in hf_of}
+    return AdapterTensors(
+        tuple(stored for group in by_name.values() for stored in group),
+        frozenset(modules),
+        frozenset(hf_of[name].name.removesuffix(".weight") for name in hf_of if is_linear[name]),
+        frozenset(trained_modules),
+        is_tied,
+        any(hf_of[name].transposed for name in hf_of if is_linear[name]),
+    )
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The folder of an adapter. Nothing of its tensors is read before it is used."""
+
+    directory: Path
+    config: dict[str, Any]
+    """The content of adapter_config.json."""
+    tensors: Mapping[str, LazyTensor]
+    """By PEFT's names."""
+
+    @property
+    def base(self) -> str | None:
+        """The model that it was trained with: a path, or a name on the Hub."""
+        return self.config.get("base_model_name_or_path") or None
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """The modules of transformers that have an adapter, by their tensors."""
+        suffix = SUFFIXES["lora_A"]
+        return frozenset(
+            name.removeprefix(PREFIX).removesuffix(suffix) for name in self.tensors if name.endswith(suffix)
+        )
+
+    def model_of(self, base: models.ModelConfig) -> models.ModelConfig:
+        """The model `base` with this adapter. Refuses an adapter that this model cannot have."""
+        where = str(self.directory)
+        if lora_options(base):
+            raise UserError(f"{where}: its base model has an adapter already; merge that first")
+        layers, groups = self._names_of(base)
+        options = read_options(self.config, self.modules, f"{where}/{CONFIG_FILE}")
+        everything = with_lora(base, options)
+        linear = adapter_tensors(everything).linear_modules
+        for module in sorted(self.modules ^ targeted_modules(self.config, linear)):
+            problem = "has no adapter" if module in linear - self.modules else "is no target_module that can have one"
+            raise UserError(f"{where}: {module} {problem} in {WEIGHTS_FILE}; not supported")
+        targets = [ALL_LINEAR] if self.modules == linear else layers
+        model = with_lora(base, {**options, "targets": targets, "train": groups})
+        self._check_tied_head(model)
+        expected = {stored.name: stored for stored in adapter_tensors(model).stored}
+        check_tensors(where, expected, self.tensors)
+        return model
+
+    def _names_of(self, base: models.ModelConfig) -> tuple[list[str], list[str]]:
+        """What this adapter's tensors are in `lora.targets` and `lora.train`."""
+        blueprint = models.blueprint_of(base)
+        spec_of = {
+            piece.name: blueprint.spec(name)
+            for name in blueprint.parameter_names()
+            for piece in blueprint.local_slices(name)
+        }
+        layers, groups = {}, {}
+        for stored in stored_tensors(base):
+            for piece in stored.slices:
+                if stored.name.removesuffix(".weight") in self.modules:
+                    layers[piece.name.split(".")[-2]] = None
+                elif PREFIX + stored.name in self.tensors and (group := parameter_group(spec_of[piece.name])):
+                    groups[group] = None
+        return list(layers), list(groups)
+
+    def _check_tied_head(self, model: models.ModelConfig) -> None:
+        """Refuse a head and an embedding of different values where the model has one matrix for both."""
+        for copy, original in models.family_of(model).hf.names(model).tied.items():
+            pair = [self.tensors.get(PREFIX + name) for name in (copy, original)]
+            if pair == [None, None]:
+                continue
+            values = [None if tensor is None else tensor.read() for tensor in pair]
+            if values[0] is None or values[1] is None or not torch.equal(values[0], values[1]):
+                raise UserError(
+                    f"{self.directory}: trains {original if values[0] is None else copy} apart from the other one, but "
+                    f"the model has one matrix for both; nearest: PEFT's ensure_weight_tying=True"
+                )
+
+
+def is_adapter(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file()
+
+
+def read_adapter(directory: str | Path) -> Adapter:
+    """Open the folder of an adapter. Refuses adapters of kinds that cannot be computed here."""
+    root = Path(directory).expanduser()
+    if not is_adapter(root):
+        raise UserError(f"{root}: no adapter; expected PEFT's {CONFIG_FILE} in it")
+    config = read_config(root)
+    if not (root / WEIGHTS_FILE).is_file():
+        raise UserError(f"{root / WEIGHTS_FILE}: no such file; adapters are read from safetensors only")
+    return Adapter(root, config, open_safetensors(root / WEIGHTS_FILE))
+
+
+class AdaptedWeights:
+    """The weights of a model with an adapter as a WeightSource: those of the base, and those of the adapter's folder
+    instead where it has them. Without `base`, the weights of the adapter alone."""
+
+    def __init__(self, adapter: Adapter, model: models.ModelConfig, base: WeightSource | None) -> None:
+        self.adapter, self.base = adapter, base
+        self.model = adapter.model_of(model)
+        self._stored: dict[str, tuple[LazyTensor, int]] = {}
+        for stored in adapter_tensors(self.model).stored:
+            start = 0
+            for piece in stored.slices:
+                self._stored.setdefault(piece.name, (adapter.tensors[stored.name], start))
+                start += piece.sizes[0]
+
+    def __contains__(self, name: str) -> bool:
+        """True if the adapter's folder has this tensor."""
+        return name in self._stored
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name in self._stored:
+            return self._stored[name][0].dtype
+        assert self.base
+        return self.base.dtype(name)
+
+    def read(self, piece: TensorSlice) -> Tensor:
+        if piece.name not in self._stored:
+            assert self.base
+            return self.base.read(piece)
+        tensor, start = self._stored[piece.name]
+        return tensor.read(piece.to_index((-start, *[0] * (len(piece.sizes) - 1))))
+
+
+def write_adapter(
+    directory: Path,
+    weights: WeightSource,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: ProgressCallback = lambda count: None,
+    is_writer: bool = True,
+) -> None:
+    """Write the folder of the adapter in `weights`, as PEFT writes it. It appears under its name only when complete.
+
+    `base` is the name or path of the model that it belongs to, `dtype` None keeps the dtypes of `weights`. If reading
+    weights is a collective operation, all ranks call this, one of them with `is_writer`.
+    """
+    found = adapter_tensors(weights.model)
+    config = _configuration(weights, found, base)
+    by_name: dict[str, list[StoredTensor]] = {}
+    for stored in found.stored:
+        by_name.setdefault(stored.name, []).append(stored)
+    kinds = {name: dtype or weights.dtype(copies[0].slices[0].name) for name, copies in by_name.items()}
+    order = sorted(by_name, key=lambda name: (-kinds[name].itemsize, name))  # that of the safetensors library
+    tensors = (_single_value(by_name[name], weights, kinds[name]) for name in order)
+    if not is_writer:
+        for _ in tensors:
+            pass
+        return
+    specs = [TensorSpec(name, kinds[name], by_name[name][0].shape) for name in order]
+    with atomic_directory(directory) as temporary:
+        with _durable_file(temporary / WEIGHTS_FILE) as file:
+            file.write(encode_header(specs, {"format": "pt"}))
+            for tensor in tensors:
+                progress(write_tensor(file, tensor))
+        name = config["base_model_name_or_path"] or "a model"
+        for file_name, data in ((CONFIG_FILE, config_bytes(config)), ("README.md", CARD.format(base=name).encode())):
+            with _durable_file(temporary / file_name) as file:
+                file.write(data)
+
+
+def _configuration(weights: WeightSource, found: AdapterTensors, base: str | None) -> dict[str, Any]:
+    """The content of adapter_config.json: that of the folder it came from, or a new one."""
+    if isinstance(weights, AdaptedWeights):
+        return weights.adapter.config
+    model = weights.model
+    options = lora_options(model)
+    assert options
+    return write_options(
+        options,
+        found.modules,
+        found.linear_modules,
+        found.trained_modules,
+        base,
+        ensure_weight_tying=found.is_tied,
+        fan_in_fan_out=found.is_transposed,
+        task_type="CAUSAL_LM" if models.family_of(model).is_causal else None,
+    )
+
+
+def _single_value(copies: list[StoredTensor], weights: WeightSource, dtype: torch.dtype) -> Tensor:
+    """The value of a tensor that several of our layers have, of which a folder can hold only one."""
+    first, *others = (assemble(stored, weights, dtype) for stored in copies)
+    if not all(torch.equal(first, other) for other in others):
+        raise UserError(
+            f"{copies[0].name}: PEFT has one A here, but {', '.join(stored.slices[0].name for stored in copies)} were "
+            "trained apart; nearest: convert --merge"
+        )
+    return first
+
+
+@contextmanager
+def _durable_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file of a directory that appears under its name later."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
