@@ -2,7 +2,6 @@
 and both compute the same logits."""
 
 import json
-import math
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,27 +10,32 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.support import configs
 from tests.support.hf_reference import MOE_VARIANTS, hf_model
-from trainyard import models
+from trainyard import Trainer, models
 from trainyard.checkpoint.weights import WeightSource, unfused_tensors
+from trainyard.config.load import parse
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.hf_config import from_hf
+from trainyard.formats.compare import compare_logits, first_difference
 from trainyard.formats.hf import hf_tensors, open_hf, weights_from_tensors, write_hf
 from trainyard.formats.io.lazy_tensor import InlineTensor
+from trainyard.formats.native_writer import weights_only_state
 from trainyard.formats.peft.adapter import (
     AdaptedWeights,
     adapter_tensors,
+    base_name,
     lora_options,
     read_adapter,
     with_lora,
     write_adapter,
 )
 from trainyard.formats.peft.merge import MergedWeights
+from trainyard.formats.registry import open_weights
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -176,14 +180,12 @@ def test_peft_loads_what_is_written(name: str, tmp_path: Path) -> None:
     files = [load_file(tmp_path / each / "adapter_model.safetensors") for each in ("adapter", "again")]
     assert files[0].keys() == files[1].keys()
     assert all(torch.equal(value, files[1][key]) for key, value in files[0].items())
-    configs_written = [
-        json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("adapter", "again")
-    ]
-    for config in configs_written:  # PEFT keeps sets, and changes two values when it loads them
+    found = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("adapter", "again")]
+    for config in found:  # PEFT keeps sets, and changes two values when it loads them
         config["target_modules"] = sorted(config["target_modules"])
         config["target_parameters"] = config["target_parameters"] or None
         config["modules_to_save"] = config["modules_to_save"] and {n.split(".")[-1] for n in config["modules_to_save"]}
-    assert configs_written[0] == configs_written[1]
+    assert found[0] == found[1]
     tokens = torch.arange(24).view(2, 12)
     write_hf(tmp_path / "merged", MergedWeights(weights))
     merged = type(hf_model(variant)).from_pretrained(tmp_path / "merged").eval()
@@ -195,3 +197,119 @@ def test_peft_loads_what_is_written(name: str, tmp_path: Path) -> None:
     for key, value in weights.tensors.items():
         if key in again:
             assert torch.equal(again.read(TensorSlice.full(key, tuple(value.shape))), value)
+
+
+def lora_run(tmp_path: Path, variant: str = "llama-gqa", steps: int = 3, every: int = 0, **lora: Any) -> Trainer:
+    """A run that trains an adapter of a Hugging Face directory."""
+    if not (tmp_path / "base").exists():
+        hf_model(variant).save_pretrained(tmp_path / "base")
+    model = from_hf(tmp_path / "base").model_dump(mode="json")
+    config = configs.tiny_config(
+        model,
+        train={"steps": steps},
+        optimizer={"lr": 1e-2},
+        checkpoint={"init_from": str(tmp_path / "base"), "export_hf": True, "every": every},
+        log={"directory": str(tmp_path / "runs"), "name": "lora"},
+    )
+    data = config.model_dump(mode="json")
+    return Trainer(parse({**data, "lora": {"rank": 4, "alpha": 6.0, **lora}}))
+
+
+def our_logits(model: Any, tokens: Tensor) -> Tensor:
+    batch = {"tokens": tokens.int(), "rng_key": torch.zeros(2, dtype=torch.int32)}
+    with torch.no_grad():
+        return model.eval()({**batch, "sample_ids": torch.arange(len(tokens), dtype=torch.int32)}).logits()
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank_stabilized": True, "dropout": 0.1}, {"dora": True, "train": ["norms"]}])
+def test_a_run_ends_with_an_adapter_that_computes_the_same_in_peft(lora: dict[str, Any], tmp_path: Path) -> None:
+    trainer = lora_run(tmp_path, **lora)
+    summary = trainer.run()
+    assert summary.exported_weights == summary.directory / "adapter"
+    assert not (summary.directory / "model").exists()
+    config = json.loads((summary.exported_weights / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    tokens = torch.arange(24).view(2, 12)
+    expected = load_in_peft("llama-gqa", summary.exported_weights)(tokens).logits
+    torch.testing.assert_close(our_logits(trainer.model, tokens), expected, atol=2e-5, rtol=1e-5)
+    adapter = open_weights(summary.directory)
+    assert adapter.format == "peft"
+
+
+def test_the_adapter_of_a_run_is_that_of_its_last_checkpoint(tmp_path: Path) -> None:
+    directory = lora_run(tmp_path, every=3).run().directory
+    opened_run, adapter = (open_weights(directory / name) for name in ("", "adapter"))
+    assert (opened_run.format, adapter.format) == ("native", "peft")
+    assert first_difference(*(weights_only_state(each.weights, None) for each in (opened_run, adapter)), None) is None
+    write_adapter(tmp_path / "again", opened_run.weights, base=base_name(opened_run.weights))
+    for file in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
+        assert (tmp_path / "again" / file).read_bytes() == (directory / "adapter" / file).read_bytes()
+
+
+def test_merged_logits_are_those_of_base_and_adapter(tmp_path: Path) -> None:
+    for name, variant in (("dora", "llama-gqa"), ("gpt2", "gpt2"), ("tied", "llama-tied")):
+        adapted = opened(save(peft_model(variant, **ADAPTERS[name][1]), tmp_path / name), variant)
+        write_hf(tmp_path / f"{name}-merged", MergedWeights(adapted))
+        result = compare_logits(adapted, open_hf(tmp_path / f"{name}-merged"))
+        assert 0 < result.max_difference < 2e-5 < result.max_logit
+
+
+def test_merging_rounds_once(tmp_path: Path) -> None:
+    """In bf16, updates that are far smaller than the weights would be lost one by one."""
+    adapted = opened(save(peft_model(lora_alpha=0.05), tmp_path / "peft"))
+    full, rounded = MergedWeights(adapted), MergedWeights(adapted, torch.bfloat16)
+    for name, piece in unfused_tensors(full.model).items():
+        assert rounded.dtype(name) == torch.bfloat16
+        assert torch.equal(rounded.read(piece), full.read(piece).bfloat16()), name
+
+
+def test_any_slice_of_a_merged_matrix_is_read(tmp_path: Path) -> None:
+    merged = MergedWeights(opened(save(peft_model(use_dora=True), tmp_path / "peft")))
+    for name in ("layers.1.attention.k.weight", "layers.0.mlp.down.weight"):
+        piece = unfused_tensors(merged.model)[name]
+        part = piece.narrow(0, 5, 17).narrow(1, 3, 40)
+        torch.testing.assert_close(merged.read(part), merged.read(piece)[part.to_index()], atol=1e-7, rtol=1e-6)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "LOHA"}, "peft_type=LOHA: not supported; nearest: LORA"),
+    ({"bias": "all"}, 'bias=all: not supported; nearest: "none"'),
+    ({"layers_to_transform": [0]}, "layers_to_transform=[0]: not supported; nearest: null"),
+    ({"target_parameters": ["experts"]}, "target_parameters=['experts']: not supported; nearest: null"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa: it needs the base weights as PEFT changed them"),
+    ({"lora_bias": True}, "lora_bias=True: not supported; nearest: false"),
+    ({"alpha_pattern": {"q_proj": 9}}, "alpha_pattern: model.layers.0.self_attn.q_proj has 9, "),
+    ({"future": 1}, "future=1: not supported; remove it if it changes no numbers"),
+    ({"r": 5}, "does not fit the model: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [4, 48]"),
+    ({"target_modules": ["q_proj"]}, "model.layers.0.mlp.down_proj is no target_module that can have one"),
+    ({"use_dora": True}, "lora_magnitude_vector is missing"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_other_adapters_are_refused_in_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    directory = save(peft_model(), tmp_path / "peft")
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError) as error:
+        opened(directory)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tied_head_in_conflict_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="trains model.embed_tokens.weight apart from the other one"):
+        opened(save(peft_model("llama-tied", modules_to_save=["embed_tokens"]), tmp_path / "a"), "llama-tied")
+    with pytest.raises(UserError, match="trains lm_head.weight apart from the other one"):
+        opened(
+            save(peft_model("llama-tied", modules_to_save=["embed_tokens", "lm_head"]), tmp_path / "b"), "llama-tied"
+        )
+
+
+def test_layers_of_one_module_that_were_trained_apart_cannot_be_written(tmp_path: Path) -> None:
+    """GPT-2's c_attn has one A for q, k and v. Their mean would be another adapter."""
+    with pytest.raises(
+        UserError, match="PEFT has one A here, but .*q.lora_A, .*k.lora_A, .*v.lora_A were trained apart"
+    ):
+        write_adapter(tmp_path / "adapter", random_weights("gpt2"))
+    assert not any(tmp_path.iterdir())

@@ -27,6 +27,8 @@ from trainyard.remote.storage import resolve_new_directory
 
 WRITERS = {each.name: each.writer for each in FORMATS if each.writer}
 """The formats that a conversion writes, besides the native one."""
+KEEP_ADAPTERS = ("native", "peft")
+"""Formats that hold adapters next to the weights, or alone."""
 if TYPE_CHECKING:
     TargetFormat = str
 else:
@@ -66,6 +68,8 @@ def parse_layout(target_format: TargetFormat, text: str, flag: str = "--layout")
 def total_bytes(opened: OpenedCheckpoint, target: ConversionTarget) -> int:
     """Bytes that the conversion writes, without file headers. Refuses what cannot be written."""
     weights = opened.weights
+    if weights.model.linear.wrappers() and target.format not in KEEP_ADAPTERS:
+        raise UserError(f"--to {target.format}: has no place for adapters; nearest: --merge, or --to peft")
     if target.format == "native":
         Layout.from_config(*_target_config(weights, target.layout))
         return checkpoint_bytes(_source_state(opened, target))

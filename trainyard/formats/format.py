@@ -7,20 +7,27 @@ Each format is one CheckpointFormat in a file of its own; `formats/registry.py` 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from trainyard.checkpoint.weights import TrainingState, WeightSource
-from trainyard.formats.tensor_map import ShardedWeights, StoredTensor
+from trainyard.formats.tensor_map import StoredTensor
 from trainyard.models import ModelConfig
 
 ProgressCallback = Callable[[int], None]
 """Called with the bytes of each tensor that was written."""
 LayoutHints = Mapping[str, Any]
-"""Keys of a layout that the user knows and the files may not show, such as NxdLayout's."""
+"""What the user knows and the files may not show: keys of NxdLayout, or the `base` of an adapter."""
 LayoutKeys = Mapping[str, type | tuple[str, ...]]
 """Keys of `--layout` and what they take: int (1 or more), bool, tuple (layer numbers), or one of some words."""
+
+
+class OpenedWeights(WeightSource, Protocol):
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Assumptions made to read them, for the user."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class CheckpointFormat:
     description: str
     find: Callable[[Path], object]
     """Returns a true value if there is such a checkpoint at a path, judged by file names."""
-    open: Callable[[Path, Any, LayoutHints], ShardedWeights]
+    open: Callable[[Path, Any, LayoutHints], OpenedWeights]
     """Opens the weights as those of a ModelConfig; None: of the one that the checkpoint describes."""
     stores_model: bool = True
     """False: it does not describe its model, so `open` always gets a ModelConfig."""

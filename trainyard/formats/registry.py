@@ -17,13 +17,35 @@ from trainyard.families.hf_config import from_hf
 from trainyard.families.model_config import first_model_difference
 from trainyard.formats import hf, optimum, weights_file
 from trainyard.formats.dcp import weights as dcp
+from trainyard.formats.format import CheckpointFormat
 from trainyard.formats.megatron import weights as megatron
 from trainyard.formats.nxd import conversion as nxd
+from trainyard.formats.peft.adapter import WRITER, AdaptedWeights, adapter_tensors, find_adapter, read_adapter
+from trainyard.formats.peft.merge import MergedWeights
 from trainyard.models.init import initial_slice
 from trainyard.remote.local_copies import is_remote_model, local_weights
 from trainyard.remote.storage import LocalStorage, open_storage
 
-FORMATS = (hf.FORMAT, optimum.FORMAT, megatron.FORMAT, dcp.FORMAT, nxd.FORMAT, weights_file.FORMAT)
+
+def _open_adapter(
+    path: Path, model: models.ModelConfig | None, hints: Mapping[str, Any]
+) -> AdaptedWeights | MergedWeights:
+    """An adapter and the weights that it belongs to; merged if those of `model` are asked for, which has no adapter."""
+    adapter = read_adapter(path)
+    base = hints.get("base") or adapter.base
+    if not base:
+        raise UserError(f"{path}: does not name its base model; nearest: --base MODEL")
+    try:
+        opened = open_weights(base, model)
+    except UserError as error:
+        raise UserError(f"{path}: its base model {base} cannot be opened: {error}; nearest: --base MODEL") from None
+    weights = AdaptedWeights(adapter, opened.weights.model, opened.weights, base)
+    weights.notes = opened.notes
+    return weights if model is None else MergedWeights(weights)
+
+
+PEFT = CheckpointFormat("peft", "a PEFT adapter", find_adapter, _open_adapter, writer=WRITER)
+FORMATS = (hf.FORMAT, PEFT, optimum.FORMAT, megatron.FORMAT, dcp.FORMAT, nxd.FORMAT, weights_file.FORMAT)
 """The formats of other systems. The first one that finds a checkpoint opens it: optimum-neuron's shards are NxD files
 too, and Megatron Core's torch_dist is a directory of DCP."""
 FORMAT_DESCRIPTIONS = {"native": "a trainyard checkpoint"} | {each.name: each.description for each in FORMATS}
@@ -198,6 +220,18 @@ def _open_native(
     return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
 
 
+def check_export(model: models.ModelConfig) -> None:
+    """Raise UserError if a run cannot export its weights, or the adapter that it trains."""
+    if model.linear.wrappers():
+        found = adapter_tensors(model)
+        if found.shared_modules:
+            raise UserError(
+                f"PEFT has one adapter for all layers of {found.shared_modules[0]}, which are trained apart"
+            )
+    else:
+        hf.check_hf_export(model)
+
+
 def verify_checksums(location: str | Path) -> bool:
     """Compare all files of a checkpoint with their checksums. Returns False if it has none: native checkpoints and
     exported models have them."""
@@ -222,9 +256,13 @@ def find_tokenizer_files(source: str | Path, config: Path | None = None) -> list
 def read_model_files(weights: WeightSource, source: str | Path, config: Path | None = None) -> dict[str, bytes]:
     """The files of the tokenizer, and others that belong to the model, of the checkpoint `weights` at `source`, or next
     to `config`."""
+    if isinstance(weights, MergedWeights):
+        return read_model_files(weights.adapted, source, config)
     if isinstance(weights, Checkpoint):
         return weights.read_model_files()
     files = find_tokenizer_files(source, config)
+    if isinstance(weights, AdaptedWeights) and not files and weights.base:
+        return read_model_files(weights.base, weights.base_location, config)
     return hf.read_model_files(files[0].parent) if files else {}
 
 

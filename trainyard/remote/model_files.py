@@ -20,6 +20,8 @@ USUAL_TOKENIZER_FILES = (
 """Those to ask a web server for, which lists no directories."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Weights of a Hugging Face directory, in order of preference: pickles only where there is nothing else."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""A PEFT adapter, which names the model that it belongs to."""
 INDEX_SUFFIX = ".index.json"
 
 
@@ -40,6 +42,8 @@ def needed_files(wanted: Wanted, names: Sequence[str], read: Callable[[str], byt
             raise UserError(f"{label}: has no tokenizer; has: {_listed(names)}")
         return tokenizer
     weights = weight_files(present, read, label)
+    if not weights and present.issuperset(ADAPTER_FILES):
+        return sorted({*ADAPTER_FILES, *tokenizer})
     if not weights:
         raise UserError(f"{label}: has neither {' nor '.join(WEIGHT_FILES)}; has: {_listed(names)}")
     return sorted({*_require(present, "config.json", label), *tokenizer, *weights})

@@ -12,8 +12,9 @@ from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.loading.user_dataset import find_source
 from trainyard.data.text.tokenizer import add_new_tokens, model_tokenizer_files, read_json
 from trainyard.families import ModelConfig
-from trainyard.formats.hf import check_hf_export, read_model_files, save_hf
-from trainyard.formats.registry import find_tokenizer_files
+from trainyard.formats.hf import InMemoryWeights, read_model_files, save_hf
+from trainyard.formats.peft.adapter import RUN_FOLDER, absolute_base, lora_options, write_adapter
+from trainyard.formats.registry import check_export, find_tokenizer_files
 from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.local_copies import is_remote_model
 from trainyard.remote.storage import open_storage
@@ -53,20 +54,31 @@ def _model_files(
     return read_model_files(found[0].parent) if found else {}
 
 
-def check_export(model: ModelConfig) -> None:
+def check_run_export(model: ModelConfig) -> None:
     """Raise UserError if the run cannot export its weights, as checkpoint.export_hf asks."""
     try:
-        check_hf_export(model)
+        check_export(model)
     except UserError as error:
         raise UserError(f"checkpoint.export_hf=true: {error}; nearest: false") from None
 
 
 def export_weights(
-    run_directory: Path, model: ModelConfig, optimizer: Optimizer, context: RankContext, model_files: dict[str, bytes]
+    run_directory: Path,
+    model: ModelConfig,
+    weights_from: str | None,
+    optimizer: Optimizer,
+    context: RankContext,
+    model_files: dict[str, bytes],
 ) -> Path:
-    """Write the final weights in Hugging Face format. All ranks call this together, the first one writes."""
+    """Write the final weights in Hugging Face format, or the adapter of a model that has one, in the dtype of its
+    master weights. `weights_from` is what the run started from. All ranks call this together, the first one writes."""
     exported, dtype = run_directory / "model", optimizer.state.compute_dtype
     read = partial(gather_full_parameter, optimizer.state, context.blueprint, context.mesh)
+    if lora_options(model):
+        exported, dtype = run_directory / RUN_FOLDER, optimizer.state.master_weights.dtype
+        weights, base = InMemoryWeights(model, read, dtype), absolute_base(weights_from)
+        write_adapter(exported, weights, base, model_files=model_files, is_writer=context.mesh.layout_rank == 0)
+        return exported
     save_hf(exported, model, read, dtype, context.mesh.layout_rank == 0, model_files)
     return exported
 

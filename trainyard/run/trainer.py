@@ -14,7 +14,7 @@ import torch
 from trainyard.config.load import dump
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.run.checkpointing.directory_owner import lock_directories
-from trainyard.run.model_files import check_export, export_weights, run_model_files
+from trainyard.run.model_files import check_run_export, export_weights, run_model_files
 from trainyard.run.parts import build_parts
 from trainyard.run.records import RunSummary, check_weights, step_record, too_many_skipped
 from trainyard.run.setup import TrainSetup
@@ -33,7 +33,7 @@ class Trainer(TrainSetup):
         """Train until config.train.steps or a signal, and write the run directory."""
         config, is_leader = self.config, self.mesh.layout_rank == 0
         if config.checkpoint.export_hf:  # before anything is written
-            check_export(config.model)
+            check_run_export(config.model)
         lock = partial(lock_directories, config.checkpoint, config.log, self.continued_run, self.lost_run)
         self.run_directory = self.mesh.broadcast_object(lock, self.device)
         self.directory = directory = self.run_directory.path
@@ -78,7 +78,8 @@ class Trainer(TrainSetup):
                 return None
             check_weights(float(self.optimizer.weight_norm()), self.completed_steps)
             model, files = self.config.model, self.model_files
-            return export_weights(self.run_directory.path, model, self.optimizer, self.context, files)
+            weights_from = self.config.checkpoint.weights_from
+            return export_weights(self.run_directory.path, model, weights_from, self.optimizer, self.context, files)
         except BaseException as problem:
             error = problem
             raise

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
 from threading import Lock
@@ -31,7 +32,8 @@ from trainyard.formats.convert import (
     total_bytes,
 )
 from trainyard.formats.hf import stored_tensors
-from trainyard.formats.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
+from trainyard.formats.peft.merge import MergedWeights
+from trainyard.formats.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, detect_format, open_weights
 from trainyard.formats.transfer import check_new_target, local_source, local_target
 from trainyard.remote.location import is_url
 
@@ -50,6 +52,10 @@ def convert(
     xser: Annotated[bool, Option("--xser", help="nxd: one file per tensor.")] = False,
     config: HfConfig = None,
     source_layout: SourceLayout = "",
+    merge: Annotated[bool, Option("--merge", help="Merge the LoRA adapter of SRC into its model, in fp32.")] = False,
+    base: Annotated[
+        str | None, Option(metavar="MODEL", help="Model of an adapter SRC. Default: the one that it names.")
+    ] = None,
     weights_only: Annotated[bool, Option("--weights-only", help="native: omit the optimizer state.")] = False,
     check: Annotated[
         bool, Option("--check", help="Run both models, and load the result's config.json with transformers.")
@@ -61,9 +67,9 @@ def convert(
 
     Reads native checkpoints and run directories; Hugging Face directories (safetensors, .bin, sharded or not); NxD and
     NxDT, old and new, xser or not; Megatron-LM iter_*/mp_rank_* and torch_dist; torch.distributed.checkpoint (DCP),
-    such as torchtitan's; optimum-neuron shards; one .pt file of weights. Foreign pickles are parsed as data; nothing in
-    them executes. SRC and DST may be URLs such as s3://bucket/model; other formats than native are copied through
-    TMPDIR.
+    such as torchtitan's; optimum-neuron shards; PEFT adapters; one .pt file of weights. Foreign pickles are parsed as
+    data; nothing in them executes. SRC and DST may be URLs such as s3://bucket/model; other formats than native are
+    copied through TMPDIR.
 
     --layout keys for nxd: tp, pp, ep, vpp, pipeline_cuts (3:7), kv_multiplier, qkv (separate, coalesced, qkv_linear,
     fused), gate_up, kv_order (trn1, trn2), style (hf, megatron), by_head, vocab. For native: tp, pp, vpp, cp, dp,
@@ -79,6 +85,8 @@ def convert(
 
       trainyard convert megatron/ start --to native --layout tp=2
 
+      trainyard convert runs/my-lora-run merged --merge
+
       trainyard convert s3://bucket/run/step-9 s3://bucket/hf --config config.json
     """
     hints = parse_layout("nxd", source_layout, "--source-layout")
@@ -90,17 +98,30 @@ def convert(
         stack.enter_context(interrupt_on_terminate())
         download, upload = (stack.enter_context(ProgressDisplay(label)) for label in ("download", "upload"))
         path = stack.enter_context(local_source(source, download.update))
-        opened = open_weights(path, model, hints)
+        if base and detect_format(Path(path)) != "peft":
+            raise UserError(f"--base {base}: {source} is no adapter")
+        opened = open_weights(path, model, {**hints, "base": base} if base else hints)
         for note in opened.notes:
             print(f"note: {note}")
+        adapted = opened.weights
+        if merge:
+            opened = replace(opened, weights=MergedWeights(adapted, spec.dtype), open_state=None)
         if dry_run:
             print_plan(opened, source, target, spec)
             return
         directory = stack.enter_context(local_target(target, upload.update))
         run_conversion(opened, path, directory, spec, (source, target), config)
-        if check or check_bits:
+        if merge or check or check_bits:
             known = {key: spec.layout[key] for key in UNRECORDED_LAYOUT_KEYS if key in spec.layout}
-            converted = open_weights(directory, opened.weights.model, known)
+            known |= {"base": base} if base else {}
+            converted = open_weights(directory, None if to == "peft" else opened.weights.model, known)
+            if merge:
+                result = compare_logits(adapted, converted.weights)
+                print(
+                    f"largest logit difference {result.max_difference:.3g} between merged model and base with adapter "
+                    f"(logits up to {result.max_logit:.3g})",
+                    flush=True,
+                )
             if check:
                 check_logits(opened, converted, target, spec)
                 if to == "hf":

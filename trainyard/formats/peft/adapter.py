@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from trainyard import models
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.checkpoint.safetensors_file import TensorSpec, encode_header, write_tensor
 from trainyard.checkpoint.weights import WeightSource, unfused_tensors
 from trainyard.core.atomic_files import atomic_directory
@@ -24,7 +26,7 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import name_pattern
 from trainyard.families.linear_wrapper import LinearSection
 from trainyard.families.linear_wrappers.lora import ALL_LINEAR, LoraKeys, parameter_group, parts_of
-from trainyard.formats.format import ProgressCallback
+from trainyard.formats.format import FormatWriter, ProgressCallback
 from trainyard.formats.hf import stored_tensors
 from trainyard.formats.io.lazy_tensor import LazyTensor
 from trainyard.formats.io.safetensors_reader import open_safetensors
@@ -39,6 +41,8 @@ from trainyard.formats.peft.adapter_config import (
 from trainyard.formats.tensor_map import StoredTensor, assemble, check_tensors
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+RUN_FOLDER = "adapter"
+"""Of a run directory."""
 PREFIX = "base_model.model."
 SUFFIXES = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight", "lora_magnitude": ".lora_magnitude_vector"}
 """What follows the name of a module, by the last part of our names."""
@@ -80,6 +84,8 @@ class AdapterTensors:
     """The linear modules of its blocks."""
     trained_modules: frozenset[str]
     """The modules that are trained as they are."""
+    shared_modules: tuple[str, ...]
+    """The modules of several of our layers."""
     is_tied: bool
     """The embedding is trained, and the head shares its matrix."""
     is_transposed: bool
@@ -121,12 +127,16 @@ def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
             (stored_original,) = by_name[PREFIX + original]
             by_name[PREFIX + copy] = [StoredTensor(PREFIX + copy, 0, stored_original.slices)]
             is_tied = True
+    groups = by_name.values()
     is_linear = {name: name_pattern(name) in linear for name in hf_of}
     return AdapterTensors(
-        tuple(stored for group in by_name.values() for stored in group),
+        tuple(stored for group in groups for stored in group),
         frozenset(modules),
         frozenset(hf_of[name].name.removesuffix(".weight") for name in hf_of if is_linear[name]),
         frozenset(trained_modules),
+        tuple(
+            group[0].name.removeprefix(PREFIX).removesuffix(SUFFIXES["lora_A"]) for group in groups if len(group) > 1
+        ),
         is_tied,
         any(hf_of[name].transposed for name in hf_of if is_linear[name]),
     )
@@ -205,15 +215,16 @@ class Adapter:
                 )
 
 
-def is_adapter(path: Path) -> bool:
-    return (path / CONFIG_FILE).is_file()
+def find_adapter(path: Path) -> Path | None:
+    """The folder of the adapter at `path`: itself, or that in a run. None: there is none."""
+    return next((each for each in (path, path / RUN_FOLDER) if (each / CONFIG_FILE).is_file()), None)
 
 
 def read_adapter(directory: str | Path) -> Adapter:
-    """Open the folder of an adapter. Refuses adapters of kinds that cannot be computed here."""
-    root = Path(directory).expanduser()
-    if not is_adapter(root):
-        raise UserError(f"{root}: no adapter; expected PEFT's {CONFIG_FILE} in it")
+    """Open the folder of an adapter, or that of a run. Refuses adapters of kinds that cannot be computed here."""
+    root = find_adapter(Path(directory).expanduser())
+    if root is None:
+        raise UserError(f"{directory}: no adapter; expected PEFT's {CONFIG_FILE} in it")
     config = read_config(root)
     if not (root / WEIGHTS_FILE).is_file():
         raise UserError(f"{root / WEIGHTS_FILE}: no such file; adapters are read from safetensors only")
@@ -224,8 +235,13 @@ class AdaptedWeights:
     """The weights of a model with an adapter as a WeightSource: those of the base, and those of the adapter's folder
     instead where it has them. Without `base`, the weights of the adapter alone."""
 
-    def __init__(self, adapter: Adapter, model: models.ModelConfig, base: WeightSource | None) -> None:
-        self.adapter, self.base = adapter, base
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self, adapter: Adapter, model: models.ModelConfig, base: WeightSource | None, base_location: str | Path = ""
+    ) -> None:
+        """`base_location` is where the weights `base`, of the configuration `model`, were read from."""
+        self.adapter, self.base, self.base_location = adapter, base, base_location
         self.model = adapter.model_of(model)
         self._stored: dict[str, tuple[LazyTensor, int]] = {}
         for stored in adapter_tensors(self.model).stored:
@@ -258,12 +274,14 @@ def write_adapter(
     base: str | None = None,
     dtype: torch.dtype | None = None,
     progress: ProgressCallback = lambda count: None,
+    model_files: Mapping[str, bytes] = MappingProxyType({}),
     is_writer: bool = True,
 ) -> None:
     """Write the folder of the adapter in `weights`, as PEFT writes it. It appears under its name only when complete.
 
-    `base` is the name or path of the model that it belongs to, `dtype` None keeps the dtypes of `weights`. If reading
-    weights is a collective operation, all ranks call this, one of them with `is_writer`.
+    `base` is the name or path of the model that it belongs to, `dtype` None keeps the dtypes of `weights`, and
+    `model_files` are those of the tokenizer. If reading weights is a collective operation, all ranks call this, one of
+    them with `is_writer`.
     """
     found = adapter_tensors(weights.model)
     config = _configuration(weights, found, base)
@@ -284,9 +302,23 @@ def write_adapter(
             for tensor in tensors:
                 progress(write_tensor(file, tensor))
         name = config["base_model_name_or_path"] or "a model"
-        for file_name, data in ((CONFIG_FILE, config_bytes(config)), ("README.md", CARD.format(base=name).encode())):
+        card = CARD.format(base=name).encode()
+        for file_name, data in {**model_files, CONFIG_FILE: config_bytes(config), "README.md": card}.items():
             with _durable_file(temporary / file_name) as file:
                 file.write(data)
+
+
+def base_name(weights: WeightSource) -> str | None:
+    """The model that an adapter in `weights` belongs to, for others to find: a name, or an absolute path."""
+    if isinstance(weights, AdaptedWeights):
+        return weights.adapter.base
+    return absolute_base(weights.config.checkpoint.weights_from) if isinstance(weights, Checkpoint) else None
+
+
+def absolute_base(location: str | None) -> str | None:
+    """The same location from any directory."""
+    path = Path(location or "").expanduser()
+    return str(path.absolute()) if location and path.exists() else location
 
 
 def _configuration(weights: WeightSource, found: AdapterTensors, base: str | None) -> dict[str, Any]:
@@ -326,3 +358,12 @@ def _durable_file(path: Path) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+WRITER = FormatWriter(
+    lambda model, layout: {stored.name: stored for stored in adapter_tensors(model).stored}.values(),
+    lambda directory, weights, options: write_adapter(
+        directory, weights, base_name(weights), options.dtype, options.progress, options.model_files
+    ),
+    layout_keys={},
+)

@@ -19,13 +19,25 @@ PEFT_VERSION = "0.21.2"
 """The version of PEFT whose options these are, and which written files name."""
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(
-        """alora_invocation_tokens arrow_config auto_mapping base_model_name_or_path corda_config eva_config
+        re.findall(
+            r"\w+",
+            """alora_invocation_tokens arrow_config auto_mapping base_model_name_or_path corda_config eva_config
         exclude_modules kasa_config layer_replication layers_pattern layers_to_transform lora_ga_config megatron_config
         modules_to_save monteclora_config revision target_modules target_parameters task_type trainable_token_indices
-        use_bdlora velora_config""".split()
+        use_bdlora velora_config""",
+        )
     ),
     **dict.fromkeys(
-        """ensure_weight_tying fan_in_fan_out inference_mode lora_bias use_dora use_qalora use_rslora""".split(), False
+        (
+            "ensure_weight_tying",
+            "fan_in_fan_out",
+            "inference_mode",
+            "lora_bias",
+            "use_dora",
+            "use_qalora",
+            "use_rslora",
+        ),
+        False,
     ),
     "alpha_pattern": {},
     "bias": "none",
@@ -42,13 +54,19 @@ DEFAULTS: dict[str, Any] = {
 }
 """All options of a LoraConfig."""
 READ = frozenset(
-    """r lora_alpha lora_dropout target_modules exclude_modules modules_to_save use_rslora use_dora rank_pattern
-    alpha_pattern fan_in_fan_out ensure_weight_tying init_lora_weights peft_type""".split()
+    re.findall(
+        r"\w+",
+        """r lora_alpha lora_dropout target_modules exclude_modules modules_to_save use_rslora use_dora rank_pattern
+    alpha_pattern fan_in_fan_out ensure_weight_tying init_lora_weights peft_type""",
+    )
 )
 """Options that are read, or checked on their own."""
 NEUTRAL = frozenset(
-    """auto_mapping base_model_name_or_path eva_config inference_mode loftq_config megatron_core peft_version
-    qalora_group_size revision runtime_config task_type""".split()
+    re.findall(
+        r"\w+",
+        """auto_mapping base_model_name_or_path eva_config inference_mode loftq_config megatron_core peft_version
+    qalora_group_size revision runtime_config task_type""",
+    )
 )
 """Options that change nothing in a trained adapter."""
 INITIAL_VALUES = (True, False, "gaussian", "orthogonal", "eva")
@@ -70,7 +88,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     start = config.get("init_lora_weights", True)
     if start not in INITIAL_VALUES:
         raise UserError(
-            f"{path}: init_lora_weights={start}: PEFT changed the weights of the base, which the adapter needs; nearest: "
+            f"{path}: init_lora_weights={start}: it needs the base weights as PEFT changed them; nearest: "
             "PEFT's save_pretrained with path_initial_model_for_weight_conversion"
         )
     for key, value in config.items():

@@ -23,6 +23,7 @@ class MergedWeights:
             raise UserError("--merge: the source has no adapter to merge; nearest: without --merge")
         self.adapted, self._options, self._dtype = adapted, options, dtype
         self.model = with_lora(adapted.model, None)
+        self.notes: tuple[str, ...] = getattr(adapted, "notes", ())
 
     def dtype(self, name: str) -> torch.dtype:
         return self._dtype or self.adapted.dtype(name)

@@ -11,7 +11,7 @@ from trainyard.core.quantities import counted, size_text
 from trainyard.data.loading.build import build_datasets
 from trainyard.devices.base import Device
 from trainyard.families import blueprint_of
-from trainyard.formats.hf import check_hf_export
+from trainyard.formats.registry import check_export
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.group_rules import PlanProblem, group_problems
 from trainyard.preflight.plan.planned_run import PlannedRun
@@ -34,7 +34,7 @@ def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
         problems.append(PlanProblem(message, True))
     if plan.config.checkpoint.export_hf:
         try:
-            check_hf_export(plan.config.model)
+            check_export(plan.config.model)
         except UserError as error:
             problems.append(PlanProblem(f"checkpoint.export_hf=true: {error}; nearest: false", True))
     problems += [*_memory_problems(plan, fixes), *_disk_problems(plan), *_host_memory_problems(plan)]
