@@ -333,7 +333,7 @@ def test_mistakes_in_a_linear_wrapper_name_the_key() -> None:
     for keys, message in (
         ("model.linear.scale.strt=1", "model.linear.scale.strt=1: unknown key; nearest: model.linear.scale.start"),
         ("model.linear.scale.start=x", "model.linear.scale.start=x: not a number; nearest: 0.5"),
-        ("model.linear.scael.start=1", "model.linear.scael: not one of scale, or module:NAME; nearest: scale"),
+        ("model.linear.scael.start=1", "model.linear.scael: not one of lora, scale, or module:NAME; nearest: scale"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             small(keys)

@@ -35,7 +35,7 @@ from trainyard.formats.peft.adapter import (
     write_adapter,
 )
 from trainyard.formats.peft.merge import MergedWeights
-from trainyard.formats.registry import open_weights
+from trainyard.formats.registry import check_export, open_weights
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -236,6 +236,22 @@ def test_a_run_ends_with_an_adapter_that_computes_the_same_in_peft(lora: dict[st
     assert adapter.format == "peft"
 
 
+def test_a_run_starts_from_an_adapter(tmp_path: Path) -> None:
+    lora_run(tmp_path)  # writes the base
+    options = {"lora_alpha": 6, "use_dora": True, "modules_to_save": ["norm"]}
+    adapted = peft_model(**options)
+    directory = str(save(adapted, tmp_path / "peft"))
+    trainer = lora_run(tmp_path, dora=True, train=["norms"], dropout=0.1, init_from=directory)
+    tokens = torch.arange(24).view(2, 12)
+    torch.testing.assert_close(our_logits(trainer.model, tokens), adapted(tokens).logits, atol=2e-5, rtol=1e-5)
+    with pytest.raises(UserError, match=r"lora\.alpha=7\.0: .* has 6\.0"):
+        lora_run(tmp_path, dora=True, alpha=7.0, init_from=directory)
+    with pytest.raises(UserError, match=r"lora\.targets=\[q\]: .*other layers, .*; nearest: \[all-linear\]"):
+        lora_run(tmp_path, dora=True, targets=["q"], init_from=directory)
+    with pytest.raises(UserError, match=r"lora\.init_from=.*: needs the adapter's model"):
+        Trainer(parse({**configs.tiny_config().model_dump(mode="json"), "lora": {"init_from": directory}}))
+
+
 def test_the_adapter_of_a_run_is_that_of_its_last_checkpoint(tmp_path: Path) -> None:
     directory = lora_run(tmp_path, every=3).run().directory
     opened_run, adapter = (open_weights(directory / name) for name in ("", "adapter"))
@@ -298,18 +314,18 @@ def test_other_adapters_are_refused_in_one_line(change: dict[str, Any], message:
 
 
 def test_a_tied_head_in_conflict_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="trains model.embed_tokens.weight apart from the other one"):
-        opened(save(peft_model("llama-tied", modules_to_save=["embed_tokens"]), tmp_path / "a"), "llama-tied")
-    with pytest.raises(UserError, match="trains lm_head.weight apart from the other one"):
-        opened(
-            save(peft_model("llama-tied", modules_to_save=["embed_tokens", "lm_head"]), tmp_path / "b"), "llama-tied"
-        )
+    for saved, name in ((["embed_tokens"], r"model\.embed_tokens"), (["embed_tokens", "lm_head"], "lm_head")):
+        directory = save(peft_model("llama-tied", modules_to_save=saved), tmp_path / name)
+        with pytest.raises(UserError, match=rf"trains {name}\.weight apart from the other one"):
+            opened(directory, "llama-tied")
 
 
 def test_layers_of_one_module_that_were_trained_apart_cannot_be_written(tmp_path: Path) -> None:
     """GPT-2's c_attn has one A for q, k and v. Their mean would be another adapter."""
-    with pytest.raises(
-        UserError, match="PEFT has one A here, but .*q.lora_A, .*k.lora_A, .*v.lora_A were trained apart"
-    ):
-        write_adapter(tmp_path / "adapter", random_weights("gpt2"))
+    weights = random_weights("gpt2")
+    with pytest.raises(UserError, match=r"PEFT has one A here, but .*q\.lora_A, .*v\.lora_A were trained apart"):
+        write_adapter(tmp_path / "adapter", weights)
     assert not any(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"PEFT has one adapter for all layers of transformer\.h\.0\.attn\.c_attn"):
+        check_export(weights.model)
+    check_export(random_weights("gpt2", targets=["output"]).model)

@@ -14,13 +14,22 @@ from trainyard.checkpoint.weights import BaseWeights, TrainingState, WeightSourc
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.hf_config import from_hf
+from trainyard.families.linear_wrappers.lora import LoraKeys
 from trainyard.families.model_config import first_model_difference
 from trainyard.formats import hf, optimum, weights_file
 from trainyard.formats.dcp import weights as dcp
 from trainyard.formats.format import CheckpointFormat
 from trainyard.formats.megatron import weights as megatron
 from trainyard.formats.nxd import conversion as nxd
-from trainyard.formats.peft.adapter import WRITER, AdaptedWeights, adapter_tensors, find_adapter, read_adapter
+from trainyard.formats.peft.adapter import (
+    WRITER,
+    AdaptedWeights,
+    adapter_tensors,
+    find_adapter,
+    lora_options,
+    read_adapter,
+    with_lora,
+)
 from trainyard.formats.peft.merge import MergedWeights
 from trainyard.models.init import initial_slice
 from trainyard.remote.local_copies import is_remote_model, local_weights
@@ -218,6 +227,32 @@ def _open_native(
         return OpenedCheckpoint("native", AddedParameters(checkpoint, model, seed))
     has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
     return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
+
+
+def start_from_adapter(weights: WeightSource) -> WeightSource:
+    """The weights that a run begins with: those of the adapter that `lora.init_from` names instead of `weights`, where
+    it has them."""
+    options = lora_options(weights.model)
+    if options is None or options.init_from is None:
+        return weights
+    adapter = AdaptedWeights(read_adapter(local_weights(options.init_from)), with_lora(weights.model, None), weights)
+    found = lora_options(adapter.model)
+    assert found
+    for key in ("rank", "alpha", "rank_stabilized", "dora"):
+        if (value := getattr(options, key)) != getattr(found, key):
+            raise UserError(f"lora.{key}={value}: {options.init_from} has {getattr(found, key)}")
+    names = [{name for name in unfused_tensors(model) if ".lora_" in name} for model in (weights.model, adapter.model)]
+    if different := min(names[0] ^ names[1], default=None):
+        raise UserError(
+            f"lora.targets={format_targets(options)}: {options.init_from} has adapters of other layers, such as "
+            f"{different.rpartition('.')[0]}; nearest: {format_targets(found)}"
+        )
+    adapter.model = weights.model  # with the run's own dropout and learning rates
+    return adapter
+
+
+def format_targets(options: LoraKeys) -> str:
+    return f"[{', '.join(options.targets)}]"
 
 
 def check_export(model: models.ModelConfig) -> None:

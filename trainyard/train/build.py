@@ -22,6 +22,8 @@ from trainyard.core.world import World
 from trainyard.data.loading.build import TrainValidDatasets
 from trainyard.data.loading.dataset import Dataset
 from trainyard.data.loading.loader import BatchLoader
+from trainyard.formats.peft.adapter import lora_options
+from trainyard.formats.registry import start_from_adapter
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.models.init import initial_values
 from trainyard.models.sharding import shard_values
@@ -188,7 +190,9 @@ def _base_values(
         opened = open_initial_weights(base.location, model, base.seed, mesh, context.device)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
-        return local_values(opened.weights, shard)
+        return local_values(start_from_adapter(opened.weights), shard)
+    if (options := lora_options(model)) and options.init_from:
+        raise UserError(f"lora.init_from={options.init_from}: needs the adapter's model as checkpoint.init_from")
     return initial_values(blueprint, base.seed, context.device.init_device, shard)
 
 

@@ -4,6 +4,8 @@ import json
 import shutil
 import textwrap
 from collections import Counter
+from math import prod
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -18,7 +20,14 @@ from trainyard.core.quantities import counted
 from trainyard.families.hf_config import from_hf
 from trainyard.formats.convert import parse_layout
 from trainyard.formats.nxd.rank_files import NxdWeights
-from trainyard.formats.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights, verify_checksums
+from trainyard.formats.peft.adapter import Adapter, read_adapter
+from trainyard.formats.registry import (
+    FORMAT_DESCRIPTIONS,
+    OpenedCheckpoint,
+    detect_format,
+    open_weights,
+    verify_checksums,
+)
 from trainyard.formats.transfer import local_source
 
 
@@ -48,6 +57,9 @@ def inspect(
         ProgressDisplay("download") as progress,
         local_source(checkpoint, progress.update) as path,
     ):
+        if isinstance(path, Path) and detect_format(path) == "peft":
+            inspect_adapter(read_adapter(path), checkpoint, tensors, check, as_json)
+            return
         checksums = "all checksums agree" if check and verify_checksums(path) else "it has no checksums"
         opened = open_weights(path, model, hints)
         facts = describe(opened)
@@ -64,6 +76,34 @@ def inspect(
             check_values(opened, checkpoint)
             if not as_json:
                 print(f"{checkpoint}: all values are finite; {checksums}")
+
+
+def inspect_adapter(adapter: Adapter, label: str, tensors: bool, check: bool, as_json: bool) -> None:
+    """Report an adapter, whose base need not be there."""
+    config = adapter.config
+    keys = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "peft_version")
+    listed = {
+        name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in adapter.tensors.items()
+    }
+    facts = {
+        "base": adapter.base,
+        "adapter": {key: config[key] for key in keys if config.get(key)},
+        "modules": len(adapter.modules),
+        "weights": sum(prod(shape) for _, shape in listed.values()),
+        "bytes": sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in adapter.tensors.values()),
+        "dtypes": dict(Counter(dtype for dtype, _ in listed.values())),
+    }
+    if as_json:
+        print(json.dumps({"path": label, "format": "peft", **facts, **({"tensors": listed} if tensors else {})}))
+    else:
+        print(f"{label}: {FORMAT_DESCRIPTIONS['peft']}")
+        for name, value in facts.items():
+            print_fact(name, value)
+        for name, (dtype, shape) in listed.items() if tensors else ():
+            print(f"  {name:<70}{dtype:<10}{shape}")
+    bad = [name for name, tensor in adapter.tensors.items() if check and not tensor.read().isfinite().all()]
+    if bad:
+        raise RunStopped(f"{label}: values that are not finite in {counted(len(bad), 'tensor')}; the first is {bad[0]}")
 
 
 def describe(opened: OpenedCheckpoint) -> dict[str, Any]:

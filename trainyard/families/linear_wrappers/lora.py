@@ -41,6 +41,10 @@ class LoraKeys(Section):
     train: Annotated[tuple[Literal["embedding", "norms", "head"], ...], Strict(False), ONE_OR_MORE] = ()
     """Parameters of the model to train as they are, besides the adapters: embedding, norms, head."""
 
+    init_from: str | None = None
+    """Initial values of the adapters and of what else it has: the folder of a PEFT adapter of the same rank, alpha and
+    targets, or its name on the Hub. Default: an update of zero."""
+
     @model_validator(mode="after")
     def _check_targets(self) -> "LoraKeys":
         if ALL_LINEAR in self.targets and len(self.targets) > 1:

@@ -20,7 +20,7 @@ class MergedWeights:
         """`dtype` None keeps those of the model's weights."""
         options = lora_options(adapted.model)
         if options is None:
-            raise UserError("--merge: the source has no adapter to merge; nearest: without --merge")
+            raise UserError("--merge: the source has no adapter; nearest: without --merge")
         self.adapted, self._options, self._dtype = adapted, options, dtype
         self.model = with_lora(adapted.model, None)
         self.notes: tuple[str, ...] = getattr(adapted, "notes", ())

@@ -20,7 +20,8 @@ from trainyard.dashboard.model_card import MARKER, CardFacts, make_card, read_ru
 from trainyard.dashboard.plan_comparison import compare
 from trainyard.families.hf_config import from_hf
 from trainyard.formats.convert import DTYPE_CHOICES, ConversionTarget
-from trainyard.formats.registry import OpenedCheckpoint, open_weights, verify_checksums
+from trainyard.formats.peft.adapter import Adapter, lora_options, read_adapter
+from trainyard.formats.registry import OpenedCheckpoint, detect_format, open_weights, verify_checksums
 from trainyard.formats.transfer import FINAL_FILES, files_to_upload, local_source
 from trainyard.preflight.plan.compare_measured import ComparisonRow
 from trainyard.remote.hub_upload import CARD, parse_target, upload_directory
@@ -45,10 +46,10 @@ def push(
 ) -> None:
     """Upload a run or checkpoint.
 
-    To the Hub, weights are converted to Hugging Face format and committed with tokenizer and model card in one commit.
-    The card has data, steps, tokens, evaluation, planned and measured figures, and the configuration without paths; the
-    license is yours to add. A card that you edited stays if you remove its marker line. The token comes from HF_TOKEN
-    or `hf auth login`.
+    To the Hub, weights are converted to Hugging Face format (of a LoRA run, its adapter to PEFT's) and committed with
+    tokenizer and model card in one commit. The card has data, steps, tokens, evaluation, planned and measured figures,
+    and the configuration without paths; the license is yours to add. A card that you edited stays if you remove its
+    marker line. The token comes from HF_TOKEN or `hf auth login`.
 
     To a store, files are copied as they are; trainyard-manifest.json with sizes and hashes comes last, and `trainyard
     get` checks them. All files of checkpoints and exported models are compared with their checksums first.
@@ -70,6 +71,9 @@ def push(
         with ExitStack() as stack:
             download = stack.enter_context(ProgressDisplay("download"))
             path = stack.enter_context(local_source(_weights_of(source), download.update))
+            if isinstance(path, Path) and detect_format(path) == "peft":
+                _push_adapter(read_adapter(path), location, message, public, dry_run)
+                return
             verify_checksums(path)
             opened = open_weights(path, from_hf(config) if config else None)
             directory = Path(stack.enter_context(TemporaryDirectory(prefix="trainyard-"))) / "model"
@@ -78,9 +82,9 @@ def push(
                 print(make_card(facts))
                 print(f"{location}: nothing is uploaded")
                 return
-            convert_with_progress(
-                opened, path, directory, ConversionTarget("hf", {}, DTYPE_CHOICES[dtype] if dtype else None)
-            )
+            target_format = "peft" if lora_options(opened.weights.model) else "hf"
+            spec = ConversionTarget(target_format, {}, DTYPE_CHOICES[dtype] if dtype else None)
+            convert_with_progress(opened, path, directory, spec)
             (directory / CARD).write_text(make_card(facts), encoding="utf-8")
             summary = message or (f"Step {facts.step:,} of {facts.name}" if facts.step else f"Add {facts.name}")
             start = time.monotonic()
@@ -89,6 +93,18 @@ def push(
     if not wrote_card:
         print(f"note: {location} has a {CARD} of its own, which stays")
     print(f"{location}: {size_text(size)} in {time.monotonic() - start:.1f} s; {url}")
+
+
+def _push_adapter(adapter: Adapter, location: HubLocation, message: str | None, public: bool, dry_run: bool) -> None:
+    """Upload the folder of an adapter as it is; its base need not be there."""
+    files = files_to_upload(adapter.directory)
+    size = sum(path.stat().st_size for path in files.values())
+    if dry_run:
+        print("".join(f"{path.stat().st_size:>15,}  {name}\n" for name, path in files.items()), end="")
+        print(f"{location}: {counted(len(files), 'file')}, {size_text(size)}; nothing is uploaded")
+        return
+    url, _ = upload_directory(adapter.directory, location, message or "Add an adapter", not public, MARKER)
+    print(f"{location}: {size_text(size)}; {url}")
 
 
 def _weights_of(source: str) -> str:
