@@ -154,7 +154,7 @@ class TransformerStage(nn.Module):
             if linears:
                 self.seeds_linears = True
                 vars(block)["seeded_linears"] = linears  # not children of the block
-                block.__class__ = _seeded_class(type(block))  # type: ignore[assignment, arg-type]
+                block.__class__ = _seeded_class(type(block))  # type: ignore[arg-type]
 
     def prune_to_stage(self, stage: StageSpec, blueprint: Blueprint) -> None:
         """Delete the modules of all other stages. Parameter names stay global."""

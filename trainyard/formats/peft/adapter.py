@@ -192,7 +192,8 @@ class Adapter:
             for name in blueprint.parameter_names()
             for piece in blueprint.local_slices(name)
         }
-        layers, groups = {}, {}
+        layers: dict[str, None] = {}
+        groups: dict[str, None] = {}
         for stored in stored_tensors(base):
             for piece in stored.slices:
                 if stored.name.removesuffix(".weight") in self.modules:
