@@ -6,6 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import configs
+from tests.support.frozen_linear import frozen
 from tests.support.configs import tiny_batch
 from trainyard import models
 from trainyard.config.schema import RecomputeSection
@@ -132,3 +133,20 @@ def test_flops_match_torchs_counter(family: str) -> None:
     assert counter.get_total_flops() == pytest.approx(samples * forward, rel=1e-6)
     is_causal = family != "bert"
     assert (flops.causal_attention < flops.full_attention) == is_causal
+
+
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
+def test_flops_of_frozen_matrices_match_torchs_counter(family: str) -> None:
+    """Forward and backward; the gradient of a matrix that is not trained is not computed."""
+    section = configs.tiny_config(frozen(configs.TINY_MODELS[family], pattern="qkv|mlp|^output|pooler")).model
+    blueprint, model = models.blueprint_of(section), configs.tiny_model(section)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(blueprint.is_trained(name))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        output = model.eval()(tiny_batch(family))
+        logits = [output.logits(), *([] if output.next_sentence is None else [output.next_sentence])]
+        torch.cat([each.flatten() for each in logits]).sum().backward()
+    flops = flops_per_sample(section, blueprint, 24, 6)
+    assert counter.get_total_flops() == pytest.approx(3 * flops.full_attention, rel=1e-6)
+    all_trained = flops_per_sample(section, models.family_of(section).blueprint(section), 24, 6)
+    assert flops.full_attention < all_trained.full_attention

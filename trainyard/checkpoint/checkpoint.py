@@ -100,8 +100,8 @@ ShardTable = dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]
 """The slices in each file: tensor name, offsets and sizes."""
 
 
-def build_shard_table(blueprint: Blueprint, layout: Layout, names: Sequence[str]) -> ShardTable:
-    """The table of a checkpoint of the parameters `names`."""
+def build_shard_table(blueprint: Blueprint, layout: Layout, names: Sequence[str] | None = None) -> ShardTable:
+    """The table of a checkpoint of all parameters, or of `names`."""
     return {
         shard_name(rank): [
             (piece.name, piece.offsets, piece.sizes) for piece in owned_slices(blueprint, layout, rank, names)
