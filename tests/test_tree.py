@@ -44,7 +44,7 @@ ORDER = [
     {"cli"},
 ]
 BUDGETS = {
-    "checkpoint": 550,
+    "checkpoint": 570,
     "cli": 4930,
     "cluster": 2200,
     "compat": 450,
@@ -66,8 +66,8 @@ BUDGETS = {
     "preflight": 4200,
     "prepare": 2200,
     "remote": 2900,
-    "run": 2650,
-    "train": 2350,
+    "run": 2700,
+    "train": 2400,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""

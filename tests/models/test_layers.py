@@ -6,8 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import configs
-from tests.support.frozen_linear import frozen
 from tests.support.configs import tiny_batch
+from tests.support.frozen_linear import frozen
 from trainyard import models
 from trainyard.config.schema import RecomputeSection
 from trainyard.core.counter_rng import RowSeeds, key32
