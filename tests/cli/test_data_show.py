@@ -122,7 +122,7 @@ def test_what_is_trained_of_conversations_is_in_brackets(call: Call, tmp_path: P
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     found = succeed(call("data", "show", tmp_path / "a.jsonl"))
     assert "user: What is 2+2?\\n\nassistant:[[ Four.\\n\n<256>]]" in found
-    assert "36 tokens, 8 trained (22.2%)" in found
+    assert "37 tokens, 8 trained (21.6%)" in found
     fail(call("data", "show", tmp_path / "a.jsonl", "--sample", 1), "--sample 1: there are samples 0 to 0")
     facts = succeed(call("data", "inspect", tmp_path / "a.jsonl"))
     assert re.search(r"a.jsonl: conversations\n  formats +messages: 1\n  conversations +1\n", facts)
