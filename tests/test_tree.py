@@ -45,23 +45,23 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 4930,
+    "cli": 5050,
     "cluster": 2200,
     "compat": 450,
-    "config": 1300,
+    "config": 1340,
     "core": 930,
     "dashboard": 1300,
-    "data": 3520,
+    "data": 3700,
     "devices": 1600,
     "evaluate": 650,
-    "families": 1250,
-    "formats": 3450,
+    "families": 1380,
+    "formats": 4050,
     "importers": 2050,
     "inference": 2650,
     "kernels": 3100,
     "launch": 550,
     "metrics": 1600,
-    "models": 1050,
+    "models": 1250,
     "parallel": 1450,
     "preflight": 4200,
     "prepare": 2200,
@@ -71,7 +71,7 @@ BUDGETS = {
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 17_100
+SPINE_BUDGET = 18_000
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150
