@@ -112,12 +112,10 @@ def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
         if kind in SUFFIXES:
             module = hf_of[f"{layer}.weight"].name.removesuffix(".weight")
             modules.add(module)
-            stored = by_name.setdefault(f"{PREFIX}{module}{SUFFIXES[kind]}", [])
-            if stored and kind != "lora_A":
-                piece_before = stored.pop()
-                stored.append(StoredTensor(piece_before.name, 0, (*piece_before.slices, piece)))
-            else:
-                stored.append(StoredTensor(f"{PREFIX}{module}{SUFFIXES[kind]}", 0, (piece,)))
+            stored_name = f"{PREFIX}{module}{SUFFIXES[kind]}"
+            group = by_name.setdefault(stored_name, [])
+            before = group.pop().slices if group and kind != "lora_A" else ()
+            group.append(StoredTensor(stored_name, 0, (*before, piece)))
         elif name in trained:
             trained_modules.add(hf_of[name].name.rpartition(".")[0])
             by_name[PREFIX + hf_of[name].name] = [StoredTensor(PREFIX + hf_of[name].name, 0, (piece,))]
@@ -172,8 +170,7 @@ class Adapter:
             raise UserError(f"{where}: its base model has an adapter already; merge that first")
         layers, groups = self._names_of(base)
         options = read_options(self.config, self.modules, f"{where}/{CONFIG_FILE}")
-        everything = with_lora(base, options)
-        linear = adapter_tensors(everything).linear_modules
+        linear = adapter_tensors(with_lora(base, options)).linear_modules
         for module in sorted(self.modules ^ targeted_modules(self.config, linear)):
             problem = "has no adapter" if module in linear - self.modules else "is no target_module that can have one"
             raise UserError(f"{where}: {module} {problem} in {WEIGHTS_FILE}; not supported")
