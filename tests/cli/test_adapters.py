@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import Call, fail, succeed
-from tests.formats.test_peft import peft_model, save
+from tests.formats.test_peft import lora_run, our_logits, peft_model, save
 from tests.support.hf_reference import hf_model
 
 
@@ -42,3 +42,20 @@ def test_commands_on_an_adapter(call: Call, tmp_path: Path, capfd: pytest.Captur
     (tmp_path / "base").rename(tmp_path / "moved")
     fail(call("convert", "adapter", "bad", "--merge"), "adapter: its base model .*/base cannot be opened: ")
     succeed(call("convert", "adapter", "from-moved", "--merge", "--base", "moved", "--to", "native"))
+
+
+def test_a_run_is_merged_from_its_checkpoint(call: Call, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = lora_run(tmp_path, every=3)
+    directory = trainer.run().directory
+    capfd.readouterr()
+    out = succeed(call("convert", directory, "merged", "--merge", "--dtype", "bf16"))
+    difference = re.search(r"largest logit difference (\S+) between merged model and base with adapter", out)
+    assert difference
+    assert 1e-5 < float(difference[1]) < 0.05
+    succeed(call("convert", directory, "adapter", "--to", "peft"))
+    files = [path / "adapter_model.safetensors" for path in (tmp_path / "adapter", directory / "adapter")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    out = succeed(call("convert", directory, "exact", "--merge"))
+    tokens = torch.arange(24).view(2, 12)
+    merged = type(hf_model("llama-gqa")).from_pretrained(tmp_path / "exact").eval()
+    torch.testing.assert_close(merged(tokens).logits, our_logits(trainer.model, tokens), atol=2e-5, rtol=1e-5)

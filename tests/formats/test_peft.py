@@ -247,7 +247,9 @@ def test_a_run_starts_from_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lora\.alpha=7\.0: .* has 6\.0"):
         lora_run(tmp_path, dora=True, alpha=7.0, init_from=directory)
     with pytest.raises(UserError, match=r"lora\.targets=\[q\]: .*other layers, .*; nearest: \[all-linear\]"):
-        lora_run(tmp_path, dora=True, targets=["q"], init_from=directory)
+        lora_run(tmp_path, dora=True, train=["norms"], targets=["q"], init_from=directory)
+    with pytest.raises(UserError, match=r"lora\.train=\[\]: .* has changed norms, too"):
+        lora_run(tmp_path, dora=True, init_from=directory)
     with pytest.raises(UserError, match=r"lora\.init_from=.*: needs the adapter's model"):
         Trainer(parse({**configs.tiny_config().model_dump(mode="json"), "lora": {"init_from": directory}}))
 

@@ -241,6 +241,10 @@ def start_from_adapter(weights: WeightSource) -> WeightSource:
     for key in ("rank", "alpha", "rank_stabilized", "dora"):
         if (value := getattr(options, key)) != getattr(found, key):
             raise UserError(f"lora.{key}={value}: {options.init_from} has {getattr(found, key)}")
+    if not set(found.train) <= set(options.train):  # a checkpoint names the base for all that is not trained
+        raise UserError(
+            f"lora.train={list(options.train)}: {options.init_from} has changed {', '.join(found.train)}, too"
+        )
     names = [{name for name in unfused_tensors(model) if ".lora_" in name} for model in (weights.model, adapter.model)]
     if different := min(names[0] ^ names[1], default=None):
         raise UserError(
