@@ -1,5 +1,9 @@
 """Dropout by global element index, recompute without random state, and FLOP counts against torch's counter."""
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,7 +17,8 @@ from trainyard.config.schema import RecomputeSection
 from trainyard.core.counter_rng import RowSeeds, key32
 from trainyard.families.flops import flops_per_sample
 from trainyard.kernels.reference import Kernels
-from trainyard.models.layers import CoreAttention, Dropout, token_seeds
+from trainyard.models.init import initial_values
+from trainyard.models.layers import CoreAttention, Dropout, RMSNorm, SwiGLU, token_seeds
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.recompute import apply_recompute
@@ -119,6 +124,34 @@ def test_recompute_saves_memory() -> None:
         saved_elements[kind] = sum(sizes)
     assert saved_elements["full"] < 0.3 * saved_elements["none"]
     assert saved_elements["attention"] < saved_elements["none"]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_recompute_of_norms_and_activations_drops_their_results(fused: bool, lora: bool) -> None:
+    """Their result is what memory goes to: the matmul that reads it saves it."""
+    section = configs.tiny_config("llama", **({"lora": {"rank": 2}} if lora else {})).model
+    alive: dict[str, int] = {}
+    for modules in ((), ("norm", "activation")):
+        model = models.fill_parameters(models.build_model(section), initial_values(models.blueprint_of(section), 0))
+        blocks = list(model.layers.children())
+        results: list[weakref.ref[torch.UntypedStorage]] = []
+
+        def note(module: Any, inputs: Any, output: Any, results: list[Any] = results) -> None:
+            tensor = output if isinstance(output, torch.Tensor) else output[1]
+            results.append(weakref.ref(tensor.untyped_storage()))
+
+        named = [each for block in blocks for each in block.modules() if isinstance(each, SwiGLU | RMSNorm)]
+        for module in named:
+            module.saves_inputs_only = fused
+            module.register_forward_hook(note)
+        if modules:
+            assert apply_recompute(blocks, RecomputeSection(kind="selective", modules=modules)) == len(named)
+        loss = model(tiny_batch("llama")).logits().square().mean()
+        gc.collect()
+        alive[str(modules)] = sum(result() is not None for result in results)
+        loss.backward()
+    assert [*alive.values()] == [len(named), 0]
 
 
 @pytest.mark.parametrize("family", configs.TINY_MODELS)

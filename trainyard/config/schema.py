@@ -109,7 +109,8 @@ class RecomputeSection(Section):
     modules: Annotated[
         tuple[Literal["core_attention", "attention", "mlp", "activation", "norm"], ...], Strict(False), ONE_OR_MORE
     ] = ()
-    """kind=selective: modules of a block to recompute. `activation` is the SwiGLU or GELU inside the MLP."""
+    """kind=selective: modules of a block to recompute. `activation` is the SwiGLU or GELU inside the MLP. Of it and of
+    norms, only the result is computed again, which the next matmul would have saved: little work for its memory."""
 
     @model_validator(mode="after")
     def _check_modules(self) -> Self:

@@ -208,7 +208,7 @@ def wrap_blocks(
     device, mesh = context.device, context.mesh
     options = device.compile_options() if compile_fn else None
     for model in stages:
-        apply_recompute(list(model.layers.children()), recompute)
+        apply_recompute(list(model.layers.children()), recompute, compiled=compile_fn is not None)
         if options:
             compile_embedding = not device.synchronous and mesh.tp.size == 1
             compile_model(model, options, compile_mode, padding_free, compile_embedding)

@@ -14,9 +14,11 @@ class BiasGelu(Recomputable):
     def __init__(self, kind: str, kernels: Kernels) -> None:
         super().__init__()
         self.tanh, self.kernels = kind == "gelu_tanh", kernels
+        self.saves_inputs_only = kernels.fused_wgrad
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return self.kernels.bias_gelu(x, bias, self.tanh)
+        y = self.kernels.bias_gelu(x, bias, self.tanh)
+        return self.drop_output(y, lambda: self.kernels.bias_gelu(x, bias, self.tanh))
 
 
 class SwiGLU(Recomputable):
@@ -27,6 +29,8 @@ class SwiGLU(Recomputable):
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
+        self.saves_inputs_only = kernels.fused_wgrad
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        return self.kernels.swiglu(gate_up)
+        y = self.kernels.swiglu(gate_up)
+        return self.drop_output(y, lambda: self.kernels.swiglu(gate_up))

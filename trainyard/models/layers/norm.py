@@ -18,10 +18,13 @@ class RMSNorm(Recomputable):
         self.weight = weight
         self.eps = eps
         self.kernels = kernels
+        self.saves_inputs_only = kernels.fused_wgrad
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(residual, normed), where residual = x + y is the input of the next residual sum."""
-        return self.kernels.add_rms_norm(x, y, self.weight, self.eps)
+        residual, normed = self.kernels.add_rms_norm(x, y, self.weight, self.eps)
+        self.drop_output(normed, lambda: self.kernels.add_rms_norm(residual, None, self.weight, self.eps)[1])
+        return residual, normed
 
 
 class LayerNorm(Recomputable):
@@ -36,6 +39,7 @@ class LayerNorm(Recomputable):
         self.weight = weight
         self.bias = bias
         self.eps, self.kernels, self.post_norm = eps, kernels, post_norm
+        self.saves_inputs_only = kernels.fused_wgrad
 
     def forward(
         self,
@@ -48,4 +52,8 @@ class LayerNorm(Recomputable):
         """(residual, normed). Pre-norm: residual = x + dropout(y + y_bias). Post-norm: residual = normed. Returning
         both lets the backward kernel add the two gradients."""
         rng = dropout.rng(seeds) if dropout and seeds else None
-        return self.kernels.add_layer_norm(x, y, y_bias, self.weight, self.bias, self.eps, rng, self.post_norm)
+        parameters = (self.weight, self.bias, self.eps)
+        residual, normed = self.kernels.add_layer_norm(x, y, y_bias, *parameters, rng, self.post_norm)
+        if not self.post_norm:  # whose residual is the normed tensor itself
+            self.drop_output(normed, lambda: self.kernels.add_layer_norm(residual, None, None, *parameters, None)[1])
+        return residual, normed
