@@ -166,8 +166,10 @@ def summary_lines(summary: "RunSummary") -> list[str]:
     ):
         if name in ("config", "metrics", "events") or (directory / file).exists():
             lines.append(f"  {name:<12} {directory / file}{note}")
-    if summary.exported_weights:
-        lines.append(f"  weights      {summary.exported_weights}   (Hugging Face format, for from_pretrained)")
+    if exported := summary.exported_weights:
+        is_adapter = (exported / "adapter_config.json").exists()
+        text = "PEFT's format, for PeftModel" if is_adapter else "Hugging Face format, for from_pretrained"
+        lines.append(f"  {'adapter' if is_adapter else 'weights':<12} {exported}   ({text})")
     if summary.last_checkpoint:
         lines.append(f"  checkpoint   {summary.last_checkpoint}")
     if summary.interrupted and summary.last_checkpoint:
