@@ -71,6 +71,8 @@ class ParamSpec:
     """The layers whose blocks have it; None: all. `parse_layers` reads them from text."""
     trained: bool = True
     """False: the parameter keeps its values, and has no gradient, optimizer state or fp32 master weight."""
+    storage: Literal["", "nf4", "fp8"] = ""
+    """How a run keeps the weight of a linear layer that is not trained; empty: in the compute dtype."""
     lr_scale: float = 1.0
     """Its learning rate as a multiple of the run's."""
     norms_of: str = ""

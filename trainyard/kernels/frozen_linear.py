@@ -14,7 +14,7 @@ the allocator gives the same memory to every layer.
 Shapes: M tokens, D input features, N output features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from torch import Tensor
 from trainyard.compat import has_memory, scaled_mm
 from trainyard.kernels.custom_op import WORKSPACE_BYTES, kernel_op
 from trainyard.kernels.fp8_linear import (
+    Amax,
     Fp8Matrix,
     Fp8Options,
     check_sizes,
     compute_amax,
-    fp8_linear,
     matmul,
     power_of_two_scales,
     quantize,
@@ -47,17 +47,73 @@ def frozen_linear(
     An `Fp8Matrix` needs `fp8`, whose scaling is that of the matrix; `Nf4Matrix` ignores it. `reference` is the same in
     plain torch, on any device: the same numbers from nf4, and fp8 matmuls that accumulate in fp32.
     """
-    if isinstance(weight, Tensor):
-        weight = weight.detach()
-        return fp8_linear(x, weight, bias_N, fp8, reference) if fp8 else F.linear(x, weight, bias_N)
+    how = tuple(fp8) if fp8 else None, reference
     x_MD = x.reshape(-1, x.shape[-1])
-    if isinstance(weight, Nf4Matrix):
-        y_MN = _Nf4Linear.apply(x_MD, bias_N, reference, *weight)  # type: ignore[no-untyped-call]
-    else:
-        assert fp8 is not None
-        assert (fp8.scaling == "row") == (weight.inverse_scale.numel() > 1)
-        y_MN = _StoredFp8Linear.apply(x_MD, bias_N, *fp8, reference, *weight)  # type: ignore[no-untyped-call]
+    y_MN = _FrozenLinear.apply(x_MD, bias_N, *how, *as_tensors(weight))  # type: ignore[no-untyped-call]
     return y_MN.view(*x.shape[:-1], -1)
+
+
+def frozen_forward(
+    x_MD: Tensor, weight: FrozenMatrix, bias_N: Tensor | None, fp8: Fp8Options | None, reference: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """y, and what `frozen_dgrad` needs besides the matrix. For autograd functions: no gradient goes through it."""
+    x_MD = x_MD.contiguous()
+    if isinstance(weight, Nf4Matrix):
+        return nf4_matmul(x_MD, *weight, bias_N, False, reference), ()
+    if fp8 is None:
+        assert isinstance(weight, Tensor)
+        return F.linear(x_MD, weight, bias_N), ()
+    per_row, saved = fp8.scaling == "row", ()
+    if isinstance(weight, Tensor):
+        check_sizes(weight)
+        saved = compute_amax(weight, per_row, fp8.grad_format == "e5m2", reference)
+        weight, _ = quantize(weight, Amax(*saved), torch.float8_e4m3fn, per_row, reference)
+    assert per_row == (weight.inverse_scale.numel() > 1)
+    x, _ = quantize(x_MD, compute_amax(x_MD, per_row, False, reference), torch.float8_e4m3fn, per_row, reference)
+    return matmul(x, weight, bias_N, fp8.fast_accum, reference, x_MD.dtype)[: x_MD.shape[0]], saved
+
+
+def frozen_dgrad(
+    dy_MN: Tensor, weight: FrozenMatrix, saved: tuple[Tensor, ...], fp8: Fp8Options | None, reference: bool
+) -> Tensor:
+    """dx, in memory of its own."""
+    dy_MN = dy_MN.contiguous()
+    if isinstance(weight, Nf4Matrix):
+        return nf4_matmul(dy_MN, *weight, None, True, reference)
+    per_row, fp8_grads = fp8 is not None and fp8.scaling == "row", fp8 is not None and fp8.grad_format == "e5m2"
+    if isinstance(weight, Fp8Matrix) and (per_row or not fp8_grads):
+        # The matmul sums over rows of W: their scales, which are powers of two, go to dy without rounding.
+        dy_MN = dy_MN * weight.inverse_scale.to(dy_MN.dtype)
+    if not fp8_grads:
+        return dy_MN @ weight if isinstance(weight, Tensor) else cast_matmul(dy_MN, weight.values)
+    amax = compute_amax(dy_MN, per_row, False, reference)
+    dy, _ = quantize(dy_MN, amax, torch.float8_e5m2, per_row, reference)
+    if isinstance(weight, Tensor):
+        _, transposed = quantize(weight, Amax(*saved), torch.float8_e4m3fn, per_row, reference, False, True)
+        # As in fp8_linear.py, gradients never use the short accumulators.
+        return matmul(dy, transposed, None, False, reference, dy_MN.dtype)[: dy_MN.shape[0]]
+    scale_D = dy.inverse_scale.new_ones(weight.values.shape[1]) if per_row else weight.inverse_scale
+    return fp8_dgrad(*dy, weight.values, scale_D, dy_MN.dtype, reference)[: dy_MN.shape[0]]
+
+
+def as_tensors(weight: FrozenMatrix) -> tuple[Tensor, ...]:
+    """The tensors of a matrix, as arguments of an autograd function; `as_matrix` is the inverse."""
+    return (weight,) if isinstance(weight, Tensor) else tuple(weight)
+
+
+def as_matrix(tensors: Sequence[Tensor]) -> FrozenMatrix:
+    if len(tensors) == 1:
+        return tensors[0]
+    return Fp8Matrix(*tensors) if len(tensors) == len(Fp8Matrix._fields) else Nf4Matrix(*tensors)
+
+
+def dequantize(weight: FrozenMatrix, dtype: torch.dtype) -> Tensor:
+    """The values that a matrix stands for."""
+    if isinstance(weight, Nf4Matrix):
+        return dequantize_nf4(weight, dtype)
+    if isinstance(weight, Fp8Matrix):
+        return (weight.values.float() * weight.inverse_scale[:, None]).to(dtype)
+    return weight.to(dtype)
 
 
 def quantize_frozen(
@@ -71,58 +127,25 @@ def quantize_frozen(
     return Fp8Matrix((weight_ND.float() * scale[:, None]).to(torch.float8_e4m3fn), inverse_scale)
 
 
-class _Nf4Linear(torch.autograd.Function):
+class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, bias_N: Tensor | None, reference: bool, *weight: Tensor) -> Tensor:
-        ctx.save_for_backward(*weight)
-        ctx.reference, ctx.bias_dtype = reference, None if bias_N is None else bias_N.dtype
-        return nf4_matmul(x_MD.contiguous(), *weight, bias_N, False, reference)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy_MN = grads[0].contiguous()
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = nf4_matmul(dy_MN, *ctx.saved_tensors, None, True, ctx.reference)
-        return dx, _bias_grad(ctx, dy_MN), None, *[None] * len(Nf4Matrix._fields)
-
-
-class _StoredFp8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_MD: Tensor, bias_N: Tensor | None, scaling: str, grad_format: str, fast_accum: bool,
-        reference: bool, *weight: Tensor,
-    ) -> Tensor:  # fmt: skip
-        x_MD = x_MD.contiguous()
-        per_row = scaling == "row"
-        ctx.save_for_backward(*weight)
-        ctx.how = per_row, grad_format == "e5m2", reference
+    def forward(ctx: Any, x_MD: Tensor, bias_N: Tensor | None, fp8: Any, reference: bool, *tensors: Tensor) -> Tensor:
+        ctx.fp8, ctx.reference, ctx.count = Fp8Options(*fp8) if fp8 else None, reference, len(tensors)
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        x, _ = quantize(x_MD, compute_amax(x_MD, per_row, False, reference), torch.float8_e4m3fn, per_row, reference)
-        return matmul(x, Fp8Matrix(*weight), bias_N, fast_accum, reference, x_MD.dtype)[: x_MD.shape[0]]
+        y_MN, saved = frozen_forward(x_MD, as_matrix(tensors), bias_N, ctx.fp8, reference)
+        ctx.save_for_backward(*tensors, *saved)
+        return y_MN
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy_MN = grads[0].contiguous()
-        d_bias = _bias_grad(ctx, dy_MN)
-        if not ctx.needs_input_grad[0]:
-            return None, d_bias, *[None] * 6
-        per_row, fp8_grads, reference = ctx.how
-        values_ND, scale = ctx.saved_tensors
-        if per_row or not fp8_grads:
-            # The matmul sums over rows of W: their scales, which are powers of two, go to dy without rounding.
-            dy_MN = dy_MN * scale.to(dy_MN.dtype)
-        if not fp8_grads:
-            return cast_matmul(dy_MN, values_ND), d_bias, *[None] * 6
-        amax = compute_amax(dy_MN, per_row, False, reference)
-        dy, _ = quantize(dy_MN, amax, torch.float8_e5m2, per_row, reference)
-        scale_D = scale.new_ones(values_ND.shape[1]) if per_row else scale
-        dx = fp8_dgrad(*dy, values_ND, scale_D, dy_MN.dtype, reference)[: dy_MN.shape[0]]
-        return dx, d_bias, *[None] * 6
-
-
-def _bias_grad(ctx: Any, dy_MN: Tensor) -> Tensor | None:
-    return dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        dy_MN, all_saved = grads[0], ctx.saved_tensors
+        tensors, saved = all_saved[: ctx.count], all_saved[ctx.count :]
+        dx = d_bias = None
+        if ctx.needs_input_grad[0]:
+            dx = frozen_dgrad(dy_MN, as_matrix(tensors), saved, ctx.fp8, ctx.reference)
+        if ctx.needs_input_grad[1]:
+            d_bias = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, d_bias, None, None, *[None] * ctx.count
 
 
 @kernel_op

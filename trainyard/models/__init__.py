@@ -6,7 +6,7 @@ from trainyard.models.base import TransformerStage
 from trainyard.models.init import ParameterValues
 from trainyard.models.module_factory import Fp8Layers
 from trainyard.models.output import ModelOutput
-from trainyard.models.rank_model import assign_parameters, build_model, fill_parameters
+from trainyard.models.rank_model import assign_parameters, build_model, fill_parameters, store_weights
 
 __all__ = [
     "Batch",
@@ -22,4 +22,5 @@ __all__ = [
     "build_model",
     "family_of",
     "fill_parameters",
+    "store_weights",
 ]

@@ -6,11 +6,20 @@ M tokens, D input features, N output features, P parts with an adapter, R rank.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng, RowSeeds
 from trainyard.families.linear_wrappers.lora import LoraKeys
+from trainyard.kernels.fp8_linear import Fp8Matrix, Fp8Options
+from trainyard.kernels.frozen_linear import (
+    FrozenMatrix,
+    as_matrix,
+    as_tensors,
+    dequantize,
+    frozen_dgrad,
+    frozen_forward,
+)
+from trainyard.kernels.nf4 import Nf4Matrix
 from trainyard.kernels.reference import counter_dropout
 from trainyard.models.layers.dropout import dropout_site
 from trainyard.models.module_factory import ModuleFactory
@@ -24,6 +33,8 @@ class LoraLinear(Linear):
     """y = x W^T + s (dropout(x) A^T) B^T + b; with DoRA, each row of the updated matrix has a trained norm."""
 
     site: Tensor
+    weight_squares: Tensor
+    """With DoRA and a stored weight, the squared norm of each of its rows, fp32."""
     row_seeds: RowSeeds | None = None
     """The row seeds of the tokens in x, which the block sets before each forward pass (`models/base.py`)."""
 
@@ -34,6 +45,7 @@ class LoraLinear(Linear):
         self.lora_A, self.lora_B = make.parameter(f"{name}.lora_A"), make.parameter(f"{name}.lora_B")
         self.lora_magnitude = make.parameter(f"{name}.lora_magnitude") if options.dora else None
         self.is_row_parallel, self.tp = spec.tp_dim == 1, make.tp
+        self.uses_reference = not self.kernels.has_fp8_matmul
         pieces = make.blueprint.local_slices(weight, make.shard)
         adapted = {piece.name for piece in make.blueprint.local_slices(f"{name}.lora_B", make.shard)}
         columns, start = [], 0
@@ -48,6 +60,11 @@ class LoraLinear(Linear):
         self.register_buffer("site", site, persistent=False)
         self.first_column = pieces[0].offsets[1]
 
+    def store(self, matrix: Nf4Matrix | Fp8Matrix) -> None:
+        super().store(matrix)
+        if self.lora_magnitude is not None:
+            self.register_buffer("weight_squares", _row_squares(matrix), persistent=False)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.lora_magnitude is None:
             return self._updated_matmul(x, self.bias)
@@ -61,10 +78,9 @@ class LoraLinear(Linear):
     def _updated_matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         dropped = self._dropout(x)
         adapter = (self.lora_A, self.lora_B, self.columns, self.scale)
-        if self.fp8:  # has a backward of its own, which adds to that of the update
-            y = self.kernels.linear(x, self.weight, bias, self.fp8)
-            return _LoraUpdate.apply(y, x if dropped is None else dropped, *adapter)  # type: ignore[no-untyped-call]
-        return _LoraLinear.apply(x, dropped, self.weight, bias, *adapter)  # type: ignore[no-untyped-call]
+        how = tuple(self.fp8) if self.fp8 else None, self.uses_reference
+        base = as_tensors(self.frozen_weight)
+        return _LoraLinear.apply(x, dropped, bias, *adapter, *how, *base)  # type: ignore[no-untyped-call]
 
     def _dropout(self, x: Tensor) -> Tensor | None:
         """The input of the adapters, if elements of it are dropped."""
@@ -88,75 +104,64 @@ class LoraLinear(Linear):
     @torch.no_grad()
     def _row_norms(self) -> tuple[Tensor, ...]:
         """The norms of the rows of W + s B A of each part, from products with A: the sum is never formed."""
-        squares, first = [], 0
+        squares, first, weight = [], 0, self.frozen_weight
+        squares_N = self.weight_squares if self.stored else _row_squares(weight)
+        # The matmul of stored fp8 would round A.
+        exact = dequantize(weight, self.lora_A.dtype) if isinstance(weight, Fp8Matrix) else weight
+        products_RN = frozen_forward(self.lora_A, exact, None, None, self.uses_reference)[0].float()
         for index, (start, stop) in enumerate(self.columns):
-            a_RD = self.lora_A[index * self.rank : (index + 1) * self.rank]
-            b_NR = self.lora_B[first : first + stop - start].float()
-            weight_ND = self.weight[start:stop]
+            rows = slice(index * self.rank, (index + 1) * self.rank)
+            a_RD, b_NR = self.lora_A[rows].float(), self.lora_B[first : first + stop - start].float()
             first += stop - start
-            square = torch.linalg.vector_norm(weight_ND, dim=1, dtype=torch.float32).square()
-            square += 2 * self.scale * ((weight_ND @ a_RD.T).float() * b_NR).sum(1)
-            square += self.scale**2 * ((b_NR @ (a_RD.float() @ a_RD.float().T)) * b_NR).sum(1)
-            squares.append(square)
+            square = squares_N[start:stop] + 2 * self.scale * (products_RN[rows, start:stop].T * b_NR).sum(1)
+            squares.append(square + self.scale**2 * ((b_NR @ (a_RD @ a_RD.T)) * b_NR).sum(1))
         if self.is_row_parallel and self.tp.size > 1:
             squares = [self.tp.group.all_reduce_sum(square) for square in squares]
         return tuple(square.sqrt() for square in squares)
 
 
 class _LoraLinear(torch.autograd.Function):
-    """The matmul with a frozen weight and the update of its result, in place. Saves x, but only for the gradient of A,
-    and adds both gradients of x in one buffer."""
+    """The matmul with a frozen weight, however it is stored, and the update of its result, in place. Saves x, but only
+    for the gradient of A, and adds both gradients of x in one buffer."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dropped: Tensor | None, weight_ND: Tensor, bias: Tensor | None, a: Tensor, b: Tensor,
-        columns: Columns, scale: float,
+        ctx: Any, x: Tensor, dropped: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, columns: Columns,
+        scale: float, fp8: Any, reference: bool, *base: Tensor,
     ) -> Tensor:  # fmt: skip
-        y = F.linear(x, weight_ND, bias)
+        ctx.fp8, ctx.reference, ctx.count = Fp8Options(*fp8) if fp8 else None, reference, len(base)
+        y_MN, saved = frozen_forward(x.flatten(0, -2), as_matrix(base), bias, ctx.fp8, reference)
         ctx.has_dropout, ctx.columns, ctx.scale = dropped is not None, columns, scale
         adapter_x = x if dropped is None else dropped
-        h_MR = _add_update_(y, adapter_x, a, b, columns, scale)
-        ctx.save_for_backward(adapter_x, weight_ND, a, b, h_MR)
-        return y
+        h_MR = _add_update_(y_MN, adapter_x.flatten(0, -2), a, b, columns, scale)
+        ctx.save_for_backward(adapter_x, a, b, h_MR, *base, *saved)
+        return y_MN.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        adapter_x, weight_ND, a, b, h_MR = ctx.saved_tensors
-        dy = grads[0]
-        dy_MN = dy.flatten(0, -2)
+        adapter_x, a, b, h_MR, *tensors = ctx.saved_tensors
+        base, saved = as_matrix(tensors[: ctx.count]), tuple(tensors[ctx.count :])
+        dy_MN = grads[0].flatten(0, -2)
         dh_MR, da, db = _update_grads(dy_MN, adapter_x, h_MR, b, ctx.columns, ctx.scale)
         dx = d_dropped = None
         if ctx.needs_input_grad[0]:
-            dx = dy_MN @ weight_ND
+            dx = frozen_dgrad(dy_MN, base, saved, ctx.fp8, ctx.reference)
             if not ctx.has_dropout:
                 dx.addmm_(dh_MR, a)
             dx = dx.view(adapter_x.shape)
         if ctx.has_dropout and ctx.needs_input_grad[1]:
             d_dropped = (dh_MR @ a).view(adapter_x.shape)
-        return dx, d_dropped, None, None, da, db, None, None
+        return dx, d_dropped, None, da, db, *[None] * (4 + ctx.count)
 
 
-class _LoraUpdate(torch.autograd.Function):
-    """The update alone, added to the given y."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
-        y = y.clone()  # a view that autograd does not allow to change
-        ctx.columns, ctx.scale = columns, scale
-        ctx.save_for_backward(x, a, b, _add_update_(y, x, a, b, columns, scale))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, a, b, h_MR = ctx.saved_tensors
-        dh_MR, da, db = _update_grads(grads[0].flatten(0, -2), x, h_MR, b, ctx.columns, ctx.scale)
-        dx = (dh_MR @ a).view(x.shape) if ctx.needs_input_grad[1] else None
-        return grads[0], dx, da, db, None, None
+def _row_squares(weight: FrozenMatrix) -> Tensor:
+    values = weight if isinstance(weight, Tensor) else dequantize(weight, torch.float32)
+    return torch.linalg.vector_norm(values, dim=1, dtype=torch.float32).square()
 
 
-def _add_update_(y: Tensor, x: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
+def _add_update_(y_MN: Tensor, x_MD: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
     """Add s (x A^T) B^T to y, each part to its columns; returns x A^T, [M, P R]."""
-    y_MN, h_MR = y.flatten(0, -2), x.flatten(0, -2) @ a.T
+    h_MR = x_MD @ a.T
     rank, first = a.shape[0] // len(columns), 0
     for (start, stop), h in zip(columns, torch.split(h_MR, rank, 1), strict=True):
         y_MN[:, start:stop].addmm_(h, b[first : first + stop - start].T, alpha=scale)

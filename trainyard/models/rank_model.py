@@ -1,6 +1,6 @@
 """Build the model of one rank: modules on the meta device first, then parameter values from any source."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +8,15 @@ from torch import Tensor, nn
 from trainyard.core.errors import UserError
 from trainyard.families import Blueprint, ModelConfig, blueprint_of, family_of
 from trainyard.families.blueprint import layer_index
+from trainyard.kernels.fp8_linear import Fp8Matrix
+from trainyard.kernels.nf4 import Nf4Matrix
 from trainyard.kernels.reference import Kernels
 from trainyard.models.base import TransformerStage
 from trainyard.models.init import ParameterValues
 from trainyard.models.module_factory import Fp8Layers, ModuleFactory, import_module_class
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import StageSpec
+from trainyard.parallel.tensor_parallel import Linear
 
 FactoryClass = Callable[[Blueprint, Axes, Kernels, Fp8Layers | None], ModuleFactory]
 
@@ -97,6 +100,13 @@ def assign_parameters(
                 parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
             module.register_parameter(key, parameters[name])
     return parameters
+
+
+def store_weights(model: nn.Module, matrices: Mapping[str, Nf4Matrix | Fp8Matrix]) -> None:
+    """Give linear layers the stored forms of their weights, by the weights' names. These are no parameters any more."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and (matrix := matrices.get(f"{name}.weight")):
+            module.store(matrix)
 
 
 def fill_parameters(model: nn.Module, values: ParameterValues, dtype: torch.dtype = torch.float32) -> nn.Module:

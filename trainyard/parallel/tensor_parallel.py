@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.fp8_linear import Fp8Matrix, Fp8Options
+from trainyard.kernels.frozen_linear import FrozenMatrix, as_matrix
+from trainyard.kernels.nf4 import Nf4Matrix
 from trainyard.kernels.reference import Kernels
 from trainyard.parallel.process_group import Group
 
@@ -37,18 +39,39 @@ class Linear(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.kernels, self.fp8 = kernels, fp8
+        self.stored: tuple[str, ...] = ()
+        """Names of the buffers with the stored form of a frozen weight; empty: the weight has its values."""
+
+    def store(self, matrix: Nf4Matrix | Fp8Matrix) -> None:
+        """Compute with this form of the weight. The weight itself keeps its shape and has no values from then on."""
+        shape = self.weight.shape
+        del self.weight
+        self.register_buffer("weight", torch.empty(shape, device="meta"), persistent=False)
+        self.stored = tuple(f"stored_{name}" for name in matrix._fields)
+        for name, tensor in zip(self.stored, matrix, strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self.fp8 = self.fp8 or Fp8Options() if isinstance(matrix, Fp8Matrix) else None
+
+    @property
+    def frozen_weight(self) -> FrozenMatrix:
+        return as_matrix([getattr(self, name) for name in self.stored]) if self.stored else self.weight
 
     @property
     def can_gather_again(self) -> bool:
         """True if a backward pass needs nothing but x, the weight and the bias."""
-        return type(self) is Linear and not self.fp8
+        return type(self) is Linear and not self.fp8 and not self.stored
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.weight, self.bias, self.fp8)
+        return self._matmul(x, self.bias)
 
     def matmul(self, x: Tensor) -> Tensor:
         """The matmul without the bias: tensor parallelism first reduces a row-parallel matmul over ranks."""
-        return self.kernels.linear(x, self.weight, None, self.fp8)
+        return self._matmul(x, None)
+
+    def _matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.stored:
+            return self.kernels.frozen_linear(x, self.frozen_weight, bias, self.fp8)
+        return self.kernels.linear(x, self.weight, bias, self.fp8)
 
 
 class TensorAxis:

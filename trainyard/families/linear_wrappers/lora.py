@@ -18,6 +18,8 @@ from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
 from trainyard.families.linear_wrapper import LinearWrapper
 
 ALL_LINEAR = "all-linear"
+COLUMN_MULTIPLES = {"nf4": 64, "fp8": 16}
+"""What each storage of a base needs of the columns of a matrix."""
 
 
 class LoraKeys(Section):
@@ -38,6 +40,9 @@ class LoraKeys(Section):
     """Also train the norm of each row of the updated matrix (DoRA)."""
     lr_ratio: float = Field(1.0, gt=0)
     """Learning rate of B as a multiple of optimizer.lr (LoRA+)."""
+    base: Literal["nf4", "fp8"] | None = None
+    """How the weights of the linear layers of blocks, which are not trained, are kept in memory: nf4 (QLoRA: 4.13 bits,
+    multiplied in the compute dtype) or fp8 (e4m3, cast once and multiplied in fp8). Default: in the compute dtype."""
     train: Annotated[tuple[Literal["embedding", "norms", "head"], ...], Strict(False), ONE_OR_MORE] = ()
     """Parameters of the model to train as they are, besides the adapters: embedding, norms, head."""
 
@@ -127,7 +132,18 @@ class Lora(LinearWrapper):
             for spec in adapted.specs:
                 is_frozen = spec in own and parameter_group(spec) not in options.train
                 # A frozen router keeps its bias, too.
-                yield replace(spec, trained=False, load_step=0.0) if is_frozen else spec
+                yield replace(spec, trained=False, load_step=0.0, storage=storage(spec)) if is_frozen else spec
+
+        def storage(spec: ParamSpec) -> Any:
+            if not options.base or not spec.is_linear:
+                return ""
+            multiple = COLUMN_MULTIPLES[options.base]
+            if spec.shape[1] % multiple:
+                raise UserError(
+                    f"lora.base={options.base}: {spec.name} has {spec.shape[1]} columns, not a multiple of {multiple}; "
+                    "nearest: null"
+                )
+            return options.base
 
         return replace(adapted, specs=tuple(rows()))
 

@@ -148,7 +148,7 @@ class StateWriter:
                 self.host_slices[kind] = [part.view(piece.sizes) for part, piece in parts]
             # Parameters without a second moment (Muon) have zeros there, so that all files have one format.
             pairs += [
-                (slice_view(state, mesh, buffer, piece), host)
+                (slice_view(state, mesh, state.shard_view(buffer, piece.param), piece), host)
                 for piece, host in zip(self.slices, self.host_slices[kind], strict=True)
                 if state.has(piece.param, kind)
             ]

@@ -4,11 +4,14 @@ All trained parameters of a rank are views of one buffer, and so are their gradi
 to the compute dtype are then a few long passes over memory instead of many short ones. fp32 master weights and
 optimizer moments are flat too; under ZeRO they and the reduced gradients cover this rank's shard only.
 
-Parameters that are not trained lie in a buffer of their own, in the compute dtype, and have nothing else.
+Parameters that are not trained lie in a buffer of their own, in the compute dtype, and have nothing else. Those that
+are kept in 4 or 8 bits (`ParamSpec.storage`) have tensors of their own instead, in full on each rank at every ZeRO level:
+a shard of them would save little, and cost a gather at each use.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -17,10 +20,12 @@ from torch import Tensor
 
 from trainyard.config.schema import PrecisionSection
 from trainyard.families.blueprint import ParamSpec
+from trainyard.kernels.frozen_linear import dequantize
 from trainyard.models import ParameterValues, TransformerStage
 from trainyard.parallel.flat_buffer import FlatBuffer, ParamSpan
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.rank_context import RankContext
+from trainyard.train.optim.stored_weights import StoredMatrix, quantize_weight
 from trainyard.train.optim.update_rule import UpdateRule
 
 NAMES_IN_FILES = {"exp_avg": "first", "exp_avg_sq": "second"}
@@ -62,8 +67,14 @@ def make_flat_buffer(
 def make_frozen_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], layout: Layout) -> FlatBuffer:
     """The layout of a rank's buffer of parameters that are not trained. ZeRO-2 and 3 shard it, as they shard the
     weights that a rank computes with."""
-    names = [name for name, spec in specs.items() if not spec.trained]
+    names = [name for name, spec in specs.items() if not (spec.trained or spec.storage)]
     return _sharded_buffer(names, shapes, specs, layout, layout.zero >= 2, 0, len(names), 0)
+
+
+def make_stored_spans(shapes: Shapes, specs: Mapping[str, ParamSpec], layout: Layout) -> FlatBuffer:
+    """The parameters that are kept in 4 or 8 bits, in the terms of a flat buffer; no memory is laid out like it."""
+    names = [name for name, spec in specs.items() if spec.storage]
+    return _sharded_buffer(names, shapes, specs, layout, False, 0, len(names), 0)
 
 
 def _sharded_buffer(
@@ -111,6 +122,10 @@ class FlatState:
         """The trained parameters."""
         self.frozen_flat = make_frozen_buffer(shapes, specs, self.mesh.layout)
         self.frozen_names = list(self.frozen_flat.spans)
+        self.stored_flat = make_stored_spans(shapes, specs, self.mesh.layout)
+        self.stored: dict[str, StoredMatrix] = {}
+        """Parameters that are kept in 4 or 8 bits, from `load_values` on."""
+        self._quantize = partial(quantize_weight, context.blueprint, mesh=self.mesh, fp8_scaling=precision.fp8_scaling)
         self.stochastic_rounding = precision.kind == "bf16_sr"
         self.compute_dtype = DTYPES[precision.compute_dtype]
         self.reduce_dtype = DTYPES[precision.grad_reduce_dtype]
@@ -180,7 +195,10 @@ class FlatState:
         return flat.view(self.weights if flat is self.flat else self.frozen_weights, name)
 
     def weight_shard(self, name: str) -> Tensor:
-        """This rank's shard of the weights of a parameter, the master weights if it is trained."""
+        """This rank's shard of the weights of a parameter, the master weights if it is trained; a copy of the values
+        that a stored one stands for."""
+        if name in self.stored:
+            return dequantize(self.stored[name], self.compute_dtype)
         return self.shard_view(self.weight_buffer(name), name)
 
     def weight_buffer(self, name: str) -> Tensor:
@@ -188,7 +206,8 @@ class FlatState:
         return self.master_weights if name in self.flat.spans else self.frozen_weights
 
     def _flat_of(self, name: str) -> FlatBuffer:
-        return self.flat if name in self.flat.spans else self.frozen_flat
+        flats = (self.flat, self.frozen_flat, self.stored_flat)
+        return next(flat for flat in flats if name in flat.spans)
 
     def _shard_index(self, name: str) -> int:
         span = self.span(name)
@@ -211,6 +230,9 @@ class FlatState:
             self.weight_shard(name).copy_(value[rows.start : rows.stop])
             if self.zero_stage < 2:
                 self.compute_view(name).copy_(value)
+        for name in self.stored_flat.spans:  # one after the other: no other weight exists in full meanwhile
+            weight = values(name).to(self.frozen_weights.device, self.compute_dtype)
+            self.stored[name] = self._quantize(name, weight)
 
 
 def _update_spans(flat: FlatBuffer, specs: Mapping[str, ParamSpec]) -> Iterator[UpdateSpan]:

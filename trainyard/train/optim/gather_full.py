@@ -17,7 +17,10 @@ def gather_full_parameter(state: FlatState, blueprint: Blueprint, mesh: Mesh, na
     owner = pipeline_owner(blueprint, mesh.layout, name)
     if mesh.coords["pp"] == owner:
         span = state.span(name)
-        local = state.weight_buffer(name)[span.shard_start : span.shard_start + span.shard_numel].detach()
+        if name in state.stored:
+            local = state.weight_shard(name).flatten()
+        else:
+            local = state.weight_buffer(name)[span.shard_start : span.shard_start + span.shard_numel].detach()
         if span.num_shards > 1:
             local = mesh.data_group(span.of_experts).all_gather(local)
         ep, count = mesh.ep if span.of_experts else SINGLE_RANK, torch.Size(span.shape).numel()
@@ -50,16 +53,15 @@ def gather_full_buffer(state: FlatState, blueprint: Blueprint, mesh: Mesh, buffe
         name: flat[start : start + piece.numel].view(piece.global_shape) for name, (start, piece) in starts.items()
     }
     for owned in owned_slices(blueprint, mesh.layout, mesh.layout_rank, included):
-        source = state.weight_buffer(owned.param) if buffer is None else buffer
-        tensors[owned.name][owned.to_index()] = slice_view(state, mesh, source.detach(), owned).float()
+        shard = state.weight_shard(owned.param) if buffer is None else state.shard_view(buffer, owned.param)
+        tensors[owned.name][owned.to_index()] = slice_view(state, mesh, shard.detach(), owned).float()
     if mesh.world.size > 1:
         flat.copy_(mesh.world.all_reduce_sum(flat))
     return tensors
 
 
-def slice_view(state: FlatState, mesh: Mesh, buffer: Tensor, piece: LocalSlice) -> Tensor:
-    """A slice that this rank owns, in a buffer of shard size."""
-    shard = state.shard_view(buffer, piece.param)
+def slice_view(state: FlatState, mesh: Mesh, shard: Tensor, piece: LocalSlice) -> Tensor:
+    """A slice that this rank owns, in its shard of a parameter."""
     span = state.span(piece.param)
     if span.num_shards == 1:  # every data-parallel rank holds all rows and owns some of them
         group = mesh.data_group(span.of_experts)

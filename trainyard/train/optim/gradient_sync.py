@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from trainyard.families.blueprint import Blueprint, layer_index
-from trainyard.models import TransformerStage, assign_parameters
+from trainyard.models import TransformerStage, assign_parameters, store_weights
 from trainyard.parallel.rank_context import RankContext
 from trainyard.parallel.zero1 import GradientReducer, Waiting, WeightGatherer
 from trainyard.train.optim.flat_state import FlatState
@@ -39,6 +39,8 @@ class GradientSync:
         self.parameters: dict[str, nn.Parameter] = {}
         """Trained parameters that are views of the flat weights; empty under FSDP."""
         self.fsdp_stages: list[FsdpStage] = []
+        for model in models:
+            store_weights(model, state.stored)
         if state.zero_stage >= 2:
             from trainyard.train.optim import fsdp
 
