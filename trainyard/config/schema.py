@@ -386,6 +386,15 @@ class Config(Section):
                     f"bf16_last_layers={precision.bf16_last_layers} none of {model.layers} blocks is left for fp8; "
                     "nearest: kind=bf16"
                 )
+        base = next((base for _, options in model.linear.wrappers() if (base := getattr(options, "base", None))), None)
+        if base == "nf4" and precision.kind == "fp8":
+            raise ValueError("precision.kind=fp8: lora.base=nf4 multiplies in bf16; nearest: bf16, or lora.base=fp8")
+        in_bf16 = precision.bf16_first_layers + precision.bf16_last_layers
+        if base == "fp8" and in_bf16:
+            raise ValueError(
+                f"lora.base=fp8: in all layers, but precision.bf16_first_layers and bf16_last_layers keep {in_bf16} in "
+                "bf16; nearest: 0 of them"
+            )
         if self.schedule.min_lr > self.optimizer.lr:
             raise ValueError(
                 f"schedule.min_lr={self.schedule.min_lr:g}: above optimizer.lr={self.optimizer.lr:g}; "

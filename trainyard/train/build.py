@@ -135,6 +135,9 @@ def build_stages(
     """This rank's pipeline stages, without memory for their parameters."""
     device, mesh = context.device, context.mesh
     decomposed, layout = device.kind.decomposes_attention, mesh.layout
+    storage = {spec.storage for spec in context.blueprint.specs} - {""}
+    if storage and not (device.kind.is_host or device.kind.gpu_operators):
+        raise UserError(f"lora.base={min(storage)}: needs a GPU or a CPU, not {device.kind.label}; nearest: null")
     if not (model.has_static_shapes or device.kind.has_grouped_gemm):
         raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
     if decomposed and layout.cp_method == "ring" and layout.cp > 1:

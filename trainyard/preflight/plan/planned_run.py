@@ -17,6 +17,7 @@ from trainyard.train.decisions import fp8_layer_range, fuses_wgrad, packs_batche
 from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE
 from trainyard.train.optim.flat_state import make_flat_buffer, make_frozen_buffer
 from trainyard.train.optim.load_rule import load_update_rule
+from trainyard.train.optim.stored_weights import stored_bytes
 from trainyard.train.optim.update_rule import UpdateRule, UpdateShape
 
 
@@ -73,6 +74,11 @@ class PlannedRun:
     def frozen_buffer(self, params: dict[str, LocalParam]) -> FlatBuffer:
         """The buffer of all others."""
         return make_frozen_buffer(*shapes_and_specs(params), self.layout)
+
+    def stored_bytes(self, params: dict[str, LocalParam]) -> int:
+        """Bytes of those that are kept in 4 or 8 bits."""
+        scaling = self.precision.fp8_scaling
+        return sum(stored_bytes(param.spec, param.shape, scaling) for param in params.values() if param.spec.storage)
 
     def update_shape(self, flat: FlatBuffer) -> UpdateShape:
         return UpdateShape(self.layout, self.precision, flat, self.zero >= 2, self.fused_kernels)

@@ -22,6 +22,7 @@ from trainyard.preflight.plan.hardware.spec import Hardware
 from trainyard.preflight.plan.planned_run import PlannedRun
 from trainyard.preflight.plan.report import MEMORY_FILL_LIMIT, max_rank_memory
 from trainyard.preflight.plan.time.step_time import predict_step
+from trainyard.train.optim.stored_weights import bits_per_weight
 
 LONG_SEQUENCE_TOKENS = 8192
 """Longest sequence for which context parallelism is not tried, unless the file uses it."""
@@ -94,7 +95,10 @@ class LayoutSearch:
         blueprint = blueprint_of(config.model)
         self.weights = blueprint.trained_count
         self.expert_weights = blueprint.parameter_count(lambda spec: bool(spec.experts and spec.trained))
-        self.frozen_weights = blueprint.parameter_count() - self.weights
+        self.stored_weights = blueprint.parameter_count(lambda spec: bool(spec.storage))
+        storage = {spec.storage for spec in blueprint.specs} - {""}
+        self.stored_bits = bits_per_weight(*storage) if storage else 0.0
+        self.frozen_weights = blueprint.parameter_count() - self.weights - self.stored_weights
 
     def best(self, count: int, on_progress: Callable[[int, int], None] = lambda done, total: None) -> LayoutRanking:
         """The best `count` layouts. `on_progress` is called with the number of layouts timed and their total."""
@@ -199,6 +203,7 @@ class LayoutSearch:
         # The first stage has one micro batch in flight for each stage: together all layers of one micro batch.
         tokens = micro_batch * self.config.data.seq_len / cp
         frozen = self.frozen_weights * compute / (tp * pp * ep) / (shards // ep if zero >= 2 else 1)
+        frozen += self.stored_weights * self.stored_bits / 8 / (tp * pp)
         return frozen + weights * per_weight + model.layers * tokens * saved * compute / tp
 
     def _config_at(self, point: SearchPoint) -> Config:

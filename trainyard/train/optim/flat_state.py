@@ -5,8 +5,8 @@ to the compute dtype are then a few long passes over memory instead of many shor
 optimizer moments are flat too; under ZeRO they and the reduced gradients cover this rank's shard only.
 
 Parameters that are not trained lie in a buffer of their own, in the compute dtype, and have nothing else. Those that
-are kept in 4 or 8 bits (`ParamSpec.storage`) have tensors of their own instead, in full on each rank at every ZeRO level:
-a shard of them would save little, and cost a gather at each use.
+are kept in 4 or 8 bits (`ParamSpec.storage`) have tensors of their own instead, which ZeRO-2 and 3 do not shard: that
+would save little, and cost a gather at each use.
 """
 
 from collections import Counter

@@ -5,7 +5,6 @@ first exchange the largest magnitudes of their blocks, or of their rows. They fo
 from, so that a resumed run makes the same.
 """
 
-
 from torch import Tensor
 
 from trainyard.core.errors import UserError
@@ -60,6 +59,6 @@ def stored_bytes(spec: ParamSpec, shape: tuple[int, ...], fp8_scaling: str) -> i
     return rows * (columns // 2 + columns // BLOCK + 4) + 8 * groups + TABLE_BYTES
 
 
-def bits_per_weight(storage: str, compute_bytes: int) -> float:
-    """About how many bits a frozen weight takes."""
-    return {"nf4": 4.13, "fp8": 8.0}.get(storage, 8.0 * compute_bytes)
+def bits_per_weight(storage: str) -> float:
+    """About how many bits a weight takes."""
+    return {"nf4": 4.13, "fp8": 8.0}[storage]

@@ -30,6 +30,9 @@ class OptimizerMemory:
         params = local_params(run.model, run.layout.model_shard(0), stages)
         self.flat, self.frozen_flat = run.flat_buffer(params), run.frozen_buffer(params)
         trained = (param.spec for param in params.values() if param.spec.trained)
+        self.stored_bytes = run.stored_bytes(params)
+        self.largest = max(prod(param.shape) for param in params.values())
+        """Elements of a rank's largest parameter."""
         missing = set[str]().union(*(missing_state(run.rule, spec) for spec in trained))
         self.resident = self._resident(missing)
         """Bytes from the first step to the last."""
@@ -42,11 +45,11 @@ class OptimizerMemory:
         states = self.run.rule.state_names
         moments = 4 * sum(self.flat.shard_undecayed_end if name in missing else shard for name in states)
         if zero >= 2:
-            frozen = self.frozen_flat.shard_size * compute
+            frozen = self.frozen_flat.shard_size * compute + self.stored_bytes
             return RankMemory(frozen, shard * master, shard * master + moments)
         gradients = size * gradient + (shard * gradient if zero else 0)
         master_is_weights = not zero and master == compute
-        weights = (size + self.frozen_flat.size) * compute
+        weights = (size + self.frozen_flat.size) * compute + self.stored_bytes
         return RankMemory(weights, gradients, moments + (0 if master_is_weights else shard * master))
 
     def gathered_weights(self) -> tuple[int, int, int]:
@@ -72,7 +75,7 @@ class OptimizerMemory:
 
     def initialization(self, unallocated: int) -> RankMemory:
         """Initial weights are drawn in fp32, one parameter at a time, before `unallocated` bytes of the run exist."""
-        size = max(prod(span.shape) for flat in (self.flat, self.frozen_flat) for span in flat.spans.values())
+        size = self.largest
         drawn = 4 * size + INIT_BYTES_PER_ELEMENT * min(size, CHUNK_ELEMENTS)
         drawn += PREVIOUS_CHUNK_BYTES_PER_ELEMENT * CHUNK_ELEMENTS * (size >= 2 * CHUNK_ELEMENTS)
         return RankMemory(buffers=drawn - unallocated)

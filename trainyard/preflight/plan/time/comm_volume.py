@@ -163,6 +163,8 @@ def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
         for members, count, gathers in (*blocks, (ends, 1, 1)):
             by_group: dict[tuple[str, int], list[LocalParam]] = {}
             for param in members:
+                if param.spec.storage:  # whole on each rank
+                    continue
                 by_group.setdefault(messages.data_group(bool(param.spec.experts)), []).append(param)
             for group, params_of_group in by_group.items():
                 size, times = padded_elements(params_of_group, group[1]), micro_batches * count

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainyard import compat, models
@@ -19,8 +19,10 @@ from trainyard.config.schema import PrecisionSection, RecomputeSection
 from trainyard.core.batch import Batch
 from trainyard.devices.kind import DeviceKind
 from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.frozen_linear import quantize_frozen
+from trainyard.kernels.nf4 import quantize_nf4
 from trainyard.kernels.reference import Kernels
-from trainyard.models import Family, ModelConfig, ModelOutput, TransformerStage, family_of
+from trainyard.models import Blueprint, Family, ModelConfig, ModelOutput, TransformerStage, family_of
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.rank_model import FactoryClass
 from trainyard.parallel.axes import Axes
@@ -38,6 +40,7 @@ from trainyard.train.loss import make_loss
 from trainyard.train.micro_batches.split import TOKEN_FIELDS
 from trainyard.train.optim.flat_state import DTYPES
 from trainyard.train.optim.gradient_sync import accumulate_into
+from trainyard.train.optim.stored_weights import StoredMatrix
 
 BYTES_PER_INTEGER = 4
 META = torch.device("meta")
@@ -228,11 +231,12 @@ class StageRun:
         self.model.block_inputs = keep_block_inputs  # type: ignore[method-assign]
         apply_recompute(list(self.model.layers.children()), stage.recompute, eager_checkpoint)
         self.dtype = DTYPES[precision.compute_dtype]
+        blueprint = models.blueprint_of(stage.model)
+        models.store_weights(self.model, _stored_weights(blueprint, self.model, precision))
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self.parameters = models.assign_parameters(
             self.model, lambda name: torch.empty(shapes[name], dtype=self.dtype, device=META)
         )
-        blueprint = models.blueprint_of(stage.model)
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(blueprint.is_trained(name))
         self.gradients = {
@@ -292,6 +296,20 @@ class StageRun:
             self.recorder.enter(HEAD if layer == "last" else int(layer))
         if layer == "last":
             self.block_inputs = ()
+
+
+def _stored_weights(blueprint: Blueprint, model: nn.Module, precision: PrecisionSection) -> dict[str, StoredMatrix]:
+    """The weights that are kept in 4 or 8 bits, as shapes."""
+    dtype = DTYPES[precision.compute_dtype]
+
+    def store(storage: str, weight: Tensor) -> StoredMatrix:
+        return quantize_nf4(weight) if storage == "nf4" else quantize_frozen(weight, precision.fp8_scaling)
+
+    return {
+        name: store(blueprint.spec(name).storage, torch.empty_like(parameter, dtype=dtype))
+        for name, parameter in model.named_parameters()
+        if blueprint.spec(name).storage
+    }
 
 
 def _make_kernels(stage: TracedStage) -> Kernels:
