@@ -51,6 +51,9 @@ ODD_VOCAB = {"vocab": 263}
 SP = {"sequence_parallel": True}
 UNEVEN_COUNTS = {"train": {"global_batch": 8, "micro_batch": 2}}
 """A batch whose ranks have different numbers of masked tokens."""
+QLORA = {**configs.LLAMA, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2}
+"""Matrices that two ranks split into whole blocks of nf4."""
+NF4 = {"rank": 3, "base": "nf4"}
 LORA = {"rank": 3, "dora": True, "dropout": 0.2, "lr_ratio": 4.0, "train": ["norms"]}
 
 USER_CODE = {
@@ -286,6 +289,15 @@ CASES = [
     deep_case(2, {"ep": 2, "zero": 1}, MOE, "lora", lora=LORA),
     deep_case(4, {"tp": 2, "zero": 1}, BERT, "lora-lamb", lora=LORA, optimizer={"kind": "lamb"}),
     deep_case(8, {"tp": 2, "pp": 2, "cp": 2, **SP}, {**LLAMA, "kv_heads": 1}, "lora-kv1", lora=LORA),
+    # frozen matrices in 4 and 8 bits
+    case(4, {"tp": 2, "zero": 1, **SP}, QLORA, "nf4", lora={**NF4, "dora": True}),
+    case(2, {"tp": 2}, QLORA, "fp8", lora={"base": "fp8"}, precision={"kind": "fp8", "fp8_backward": "bf16"}),
+    deep_case(2, {"tp": 2}, QLORA, "fp8-dora", lora={"base": "fp8", "dora": True}, precision={"kind": "bf16"}),
+    deep_case(2, {"tp": 2}, {**QLORA, "kv_heads": 1}, "nf4-kv1", lora={**NF4, "targets": ["q", "down"]}),
+    deep_case(2, {"pp": 2}, QLORA, "nf4-full", lora=NF4, recompute={"kind": "full"}),
+    deep_case(2, {"cp": 2}, QLORA, "nf4", lora=NF4),
+    deep_case(2, {"zero": 3}, QLORA, "nf4", lora=NF4),
+    deep_case(4, {"tp": 2, "zero": 2, **SP}, QLORA, "nf4", lora={**NF4, "dropout": 0.2}),
     # layers of several kinds
     case(2, {"tp": 2, **SP}, MIXED),
     deep_case(2, {"cp": 2}, MIXED),

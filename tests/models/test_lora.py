@@ -14,6 +14,8 @@ from trainyard.config.load import dump, load, parse
 from trainyard.core.errors import UserError
 from trainyard.families.linear_wrappers.lora import parameter_group
 from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.frozen_linear import dequantize, quantize_frozen
+from trainyard.kernels.nf4 import quantize_nf4
 from trainyard.models import Fp8Layers, blueprint_of, build_model, fill_parameters
 from trainyard.models.init import initial_values
 from trainyard.models.lora import LoraLinear
@@ -207,3 +209,54 @@ def test_section_of_a_file(tmp_path: Path) -> None:
         blueprint_of(model_section(targets=["qproj"]))
     with pytest.raises(UserError, match="loar"):
         parse({"loar": {"rank": 1}, "model": LLAMA, "train": {"steps": 1}})
+
+
+BASE = {**LLAMA, "hidden": 64, "ffn": 128}
+STORE = {"nf4": quantize_nf4, "fp8": lambda weight: quantize_frozen(weight, "tensor")}
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"dropout": 0.3}, {"targets": ["v"]}], ids=str)
+@pytest.mark.parametrize("base", STORE)
+def test_stored_base_is_a_layer_of_its_values(base: str, options: dict[str, Any]) -> None:
+    """Loss and gradients of a model with a base in nf4 equal those of one whose weights are the dequantized values; in
+    fp8, those of one that casts these values at each use."""
+    section = model_section(BASE, rank=4, base=base, **options)
+    fp8 = Fp8Layers(Fp8Options(), range(2)) if base == "fp8" else None
+    stored, twin, batch = lora_model(section), lora_model(section, fp8=fp8), tiny_batch("llama")
+    blueprint = blueprint_of(section)
+    matrices = {
+        name: STORE[base](parameter.detach())
+        for name, parameter in stored.named_parameters()
+        if blueprint.spec(name).storage
+    }
+    assert len(matrices) == 2 * 4
+    models.store_weights(stored, matrices)
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(blueprint.is_trained(name))
+        if name in matrices:
+            assert (parameter - dequantize(matrices[name], torch.float32)).norm() > 0.01 * parameter.norm()
+            parameter.data = dequantize(matrices[name], torch.float32)
+    for name, parameter in stored.named_parameters():
+        parameter.requires_grad_(blueprint.is_trained(name))
+    losses = [loss_of(model, batch) for model in (stored, twin)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    gradients = {name: parameter.grad for name, parameter in stored.named_parameters()}
+    assert gradients.keys() == dict(twin.named_parameters()).keys() - matrices.keys()
+    for name, parameter in twin.named_parameters():
+        if parameter.grad is not None:
+            found = gradients[name]
+            assert found is not None
+            assert (found - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-9, name
+
+
+def test_bases_that_cannot_be_stored() -> None:
+    with pytest.raises(
+        UserError, match=r"lora\.base=nf4: layers\.\*\.attention\.qkv\.weight has 32 columns, not a multiple"
+    ):
+        blueprint_of(model_section("llama", base="nf4"))
+    with pytest.raises(UserError, match=r"precision\.kind=fp8: lora\.base=nf4 multiplies in bf16; nearest: bf16"):
+        tiny_config(BASE, lora={"base": "nf4"}, precision={"kind": "fp8"})
+    with pytest.raises(UserError, match=r"lora\.base=fp8: in all layers"):
+        tiny_config(BASE, lora={"base": "fp8"}, precision={"kind": "fp8", "bf16_first_layers": 1})

@@ -142,6 +142,8 @@ def build_stages(
         raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
     if decomposed and layout.cp_method == "ring" and layout.cp > 1:
         logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
+    if "fp8" in storage and precision.compute_dtype == "fp32" and context.kernels.has_fp8_matmul:
+        raise UserError("precision.kind=fp32: lora.base=fp8 multiplies in fp8 and bf16; nearest: bf16")
     axes = Axes(
         TensorAxis(mesh.tp, layout.sequence_parallel),
         ContextAxis(mesh.cp, layout.cp_method, decomposed),
