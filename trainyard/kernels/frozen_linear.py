@@ -63,7 +63,8 @@ def frozen_forward(
     if fp8 is None:
         assert isinstance(weight, Tensor)
         return F.linear(x_MD, weight, bias_N), ()
-    per_row, saved = fp8.scaling == "row", ()
+    per_row = fp8.scaling == "row"
+    saved: tuple[Tensor, ...] = ()
     if isinstance(weight, Tensor):
         check_sizes(weight)
         saved = compute_amax(weight, per_row, fp8.grad_format == "e5m2", reference)

@@ -3,7 +3,7 @@
 M tokens, D input features, N output features, P parts with an adapter, R rank.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -130,10 +130,19 @@ class _LoraLinear(torch.autograd.Function):
         scale: float, fp8: Any, reference: bool, *base: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.fp8, ctx.reference, ctx.count = Fp8Options(*fp8) if fp8 else None, reference, len(base)
-        y_MN, saved = frozen_forward(x.flatten(0, -2), as_matrix(base), bias, ctx.fp8, reference)
+        weight, x_MD, adapter_x = as_matrix(base), x.flatten(0, -2), x if dropped is None else dropped
         ctx.has_dropout, ctx.columns, ctx.scale = dropped is not None, columns, scale
-        adapter_x = x if dropped is None else dropped
-        h_MR = _add_update_(y_MN, adapter_x.flatten(0, -2), a, b, columns, scale)
+        update = (adapter_x.flatten(0, -2), a, b, columns, scale)
+        saved: tuple[Tensor, ...] = ()
+        adapted = sum(stop - start for start, stop in columns)
+        if _accumulates(weight, ctx.fp8) and bias is None and adapted == weight.shape[0]:
+            # The large matmul adds to the update: a pass over y less than the other way around.
+            y_MN = x.new_empty(x_MD.shape[0], adapted)
+            h_MR = _add_update_(y_MN, *update, beta=0)
+            y_MN.addmm_(x_MD, weight.T)
+        else:
+            y_MN, saved = frozen_forward(x_MD, weight, bias, ctx.fp8, reference)
+            h_MR = _add_update_(y_MN, *update)
         ctx.save_for_backward(adapter_x, a, b, h_MR, *base, *saved)
         return y_MN.view(*x.shape[:-1], -1)
 
@@ -145,9 +154,12 @@ class _LoraLinear(torch.autograd.Function):
         dh_MR, da, db = _update_grads(dy_MN, adapter_x, h_MR, b, ctx.columns, ctx.scale)
         dx = d_dropped = None
         if ctx.needs_input_grad[0]:
-            dx = frozen_dgrad(dy_MN, base, saved, ctx.fp8, ctx.reference)
-            if not ctx.has_dropout:
-                dx.addmm_(dh_MR, a)
+            if ctx.has_dropout:
+                dx = frozen_dgrad(dy_MN, base, saved, ctx.fp8, ctx.reference)
+            elif _accumulates(base, ctx.fp8):
+                dx = (dh_MR @ a).addmm_(dy_MN, base)
+            else:
+                dx = frozen_dgrad(dy_MN, base, saved, ctx.fp8, ctx.reference).addmm_(dh_MR, a)
             dx = dx.view(adapter_x.shape)
         if ctx.has_dropout and ctx.needs_input_grad[1]:
             d_dropped = (dh_MR @ a).view(adapter_x.shape)
@@ -159,12 +171,19 @@ def _row_squares(weight: FrozenMatrix) -> Tensor:
     return torch.linalg.vector_norm(values, dim=1, dtype=torch.float32).square()
 
 
-def _add_update_(y_MN: Tensor, x_MD: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
-    """Add s (x A^T) B^T to y, each part to its columns; returns x A^T, [M, P R]."""
+def _accumulates(weight: FrozenMatrix, fp8: Fp8Options | None) -> TypeGuard[Tensor]:
+    """True if the matmul with the weight can add to what is there."""
+    return isinstance(weight, Tensor) and fp8 is None
+
+
+def _add_update_(
+    y_MN: Tensor, x_MD: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: float, beta: int = 1
+) -> Tensor:
+    """Add s (x A^T) B^T to beta y, each part to its columns; returns x A^T, [M, P R]."""
     h_MR = x_MD @ a.T
     rank, first = a.shape[0] // len(columns), 0
     for (start, stop), h in zip(columns, torch.split(h_MR, rank, 1), strict=True):
-        y_MN[:, start:stop].addmm_(h, b[first : first + stop - start].T, alpha=scale)
+        y_MN[:, start:stop].addmm_(h, b[first : first + stop - start].T, beta=beta, alpha=scale)
         first += stop - start
     return h_MR
 
