@@ -55,6 +55,10 @@ Nproc = Annotated[int, Option("--nproc", min=1, help="Ranks to start on this hos
 CheckpointSource = Annotated[
     str, Argument(metavar="CKPT", help="Run directory, or a checkpoint of any format: a path, URL or OWNER/NAME.")
 ]
+Adapter = Annotated[
+    str | None,
+    Option("--adapter", metavar="PATH", help="LoRA adapter of CKPT: a PEFT folder, or a run or checkpoint of LoRA."),
+]
 HfConfig = Annotated[
     Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a checkpoint without one.")
 ]

@@ -255,6 +255,25 @@ def start_from_adapter(weights: WeightSource) -> WeightSource:
     return adapter
 
 
+def open_adapter(location: str, base: WeightSource, base_location: str) -> WeightSource:
+    """The weights `base`, which are those at `base_location`, with the adapter at `location`: the folder of PEFT, or a
+    run or checkpoint of LoRA, which need not have been trained with this copy of the base."""
+    if base.model.linear.wrappers():
+        raise UserError(f"{location}: its base model {base_location} has adapters already; nearest: convert --merge")
+    location = str(local_weights(location) if is_remote_model(location) else location)
+    latest = latest_checkpoint(open_storage(location))
+    if latest is None:
+        return AdaptedWeights(read_adapter(local_weights(location)), base.model, base, base_location)
+    checkpoint = Checkpoint(latest)
+    if lora_options(checkpoint.model) is None:
+        raise UserError(f"{location}: no adapter; a run without lora has a whole model")
+    if difference := first_model_difference(base.model, with_lora(checkpoint.model, None)):
+        key, has, expected = difference
+        raise UserError(f"{location}: its base model has model.{key}={expected}; {base_location} has {has}")
+    checkpoint.open_base = lambda *_: base
+    return checkpoint
+
+
 def format_targets(options: LoraKeys) -> str:
     return f"[{', '.join(options.targets)}]"
 

@@ -92,6 +92,6 @@ def _apply(scheduler: RequestScheduler, commands: list[Any]) -> None:
             continue
         options = SamplingOptions(**command["options"] | {"end_ids": frozenset(command["options"]["end_ids"])})
         try:
-            scheduler.add(Request(command["request_id"], command["prompt"], options))
+            scheduler.add(Request(**command | {"options": options}))
         except UserError as error:
             raise AssertionError(f"the leader accepted a request that is refused: {error}") from error

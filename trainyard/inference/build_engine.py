@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,16 @@ from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
 from trainyard.families.blueprint import ParamSpec
-from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
+from trainyard.inference.adapters import AdaptedLinear, AdapterStack
+from trainyard.inference.cached_attention import CachedAttention, CacheSize, CacheState
 from trainyard.inference.engine import Engine
 from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.models import ModelConfig, assign_parameters, blueprint_of, build_model
+from trainyard.models.layers import CoreAttention
+from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.process_group import Group
-from trainyard.parallel.tensor_parallel import TensorAxis
+from trainyard.parallel.tensor_parallel import Linear, TensorAxis
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,25 @@ class EngineShape:
     """Keep the matrices of linear layers in fp8; vocabularies and all computations stay in `dtype`."""
 
 
+class InferenceFactory(ModuleFactory):
+    """Builds models whose causal attention has a cache, and whose linear layers may have several adapters."""
+
+    def __init__(self, size: CacheSize, state: CacheState, adapters: AdapterStack | None, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.size, self.state, self.adapters = size, state, adapters
+
+    def linear(self, name: str) -> Linear:
+        linear = super().linear(name)
+        found = self.adapters.layer(name) if self.adapters else None
+        return AdaptedLinear(linear, self.state, found) if found else linear
+
+    def core_attention(
+        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
+    ) -> CoreAttention:
+        arguments = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
+        return CachedAttention(self.size, self.state, *arguments) if causal else CoreAttention(*arguments)
+
+
 def build_engine(
     config: ModelConfig,
     device: Device,
@@ -42,12 +65,13 @@ def build_engine(
     existing: dict[str, nn.Parameter] | None = None,
     compiled: bool = False,
     fused_kernels: bool = True,
+    adapters: AdapterStack | None = None,
 ) -> Engine:
     """The engine of one tensor-parallel rank. `existing` has parameters by name that another model shares with it;
-    `make_parameter` makes the others."""
+    `make_parameter` makes the others. `adapters` are those that sequences may use."""
     check_memory(config, device, tp.size, shape, shares_parameters=bool(existing))
     handle = device.torch_device
-    state = CacheState(torch.zeros(shape.slots, dtype=torch.int32, device=handle))
+    state = CacheState(*(torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2)))
     # The last position takes the token that is in flight when a sequence ends.
     size = CacheSize(shape.slots, shape.max_seq_len + 1, config.head_size, shape.dtype, handle)
     # Matrix multiplications that add the residual must not do so before ranks have summed their parts.
@@ -57,7 +81,7 @@ def build_engine(
         handle,
         Axes(TensorAxis(tp)),
         kernels=kernels,
-        factory=partial(CachingFactory, size, state),
+        factory=partial(InferenceFactory, size, state, adapters),
     )
     blueprint = blueprint_of(config)
 
@@ -72,7 +96,8 @@ def build_engine(
 
 
 def _is_linear_weight(spec: ParamSpec) -> bool:
-    return len(spec.shape) == 2 and spec.flops_tokens != "nothing" and not spec.padded and not spec.experts
+    is_matrix = len(spec.shape) == 2 and spec.flops_tokens != "nothing" and not spec.padded and not spec.experts
+    return is_matrix and spec.name.endswith(".weight")  # not those of adapters, which are small
 
 
 def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from trainyard.core.counter_rng import RowSeeds
 from trainyard.core.splits import head_range
 from trainyard.models.layers import CoreAttention
-from trainyard.models.module_factory import ModuleFactory
 
 
 @dataclass
@@ -19,6 +18,8 @@ class CacheState:
 
     lengths: Tensor
     """Tokens of each slot that are in the cache, int32 [slots]."""
+    adapters: Tensor
+    """The number of each slot's adapter, int32 [slots]; 0: the model alone."""
     decoding: bool = False
     """True: one new token for each of the first slots. False: tokens `start`, ... of the slots in `slots`."""
     visible: int = 0
@@ -84,17 +85,3 @@ class CachedAttention(CoreAttention):
                 past &= position > position[start:, None] - self.window
         grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
         return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, past, is_causal=past is None, enable_gqa=grouped)
-
-
-class CachingFactory(ModuleFactory):
-    """Builds models whose causal attention has a cache."""
-
-    def __init__(self, size: CacheSize, state: CacheState, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.size, self.state = size, state
-
-    def core_attention(
-        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
-    ) -> CoreAttention:
-        arguments = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
-        return CachedAttention(self.size, self.state, *arguments) if causal else CoreAttention(*arguments)

@@ -133,9 +133,10 @@ class Engine:
         self.steps: dict[DecodeVariant, Callable[[], PendingTokens]] = {}
 
     @torch.inference_mode()
-    def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int]) -> None:
+    def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int], adapter: int = 0) -> None:
         """Assign a slot to a new sequence."""
         self.sampler.start(slot, options, prompt)
+        self.state.adapters[slot] = adapter
         self.lengths[slot] = self.is_active[slot] = 0
 
     @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Loads a checkpoint of any format for inference: model, cache, tokenizer and special tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from trainyard.core.world import ONE_RANK, World
 from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, read_json
 from trainyard.devices import Device
-from trainyard.formats.registry import open_weights, read_model_files
+from trainyard.formats.registry import open_adapter, open_weights, read_model_files
+from trainyard.inference.adapters import AdapterStack
 from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.json_schema import SchemaCompiler
@@ -45,6 +47,10 @@ class InferenceOptions:
     """Keep the matrices of linear layers in fp8."""
     shares_prefixes: bool = False
     """Many prompts begin alike, as those of a server do."""
+    adapter: str | None = None
+    """An adapter that all requests use."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Adapters by name, of which every request chooses one, or none."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,13 @@ class InferenceModel:
     """Contents of the checkpoint's tokenizer.json, generation_config.json and others."""
     device: Device
     mesh: Mesh
+    adapters: Mapping[str, dict[str, bytes]] = field(default_factory=dict)
+    """The model files of each adapter, by name, in the order of their numbers in requests."""
+
+    def with_adapter(self, name: str) -> "InferenceModel":
+        """The model with the tokenizer, template and end tokens of an adapter."""
+        files = self.adapters[name]
+        return replace(self, model_files=files, tokenizer=find_tokenizer(None, files) or self.tokenizer)
 
     @property
     def max_seq_len(self) -> int:
@@ -111,6 +124,8 @@ def load_for_inference(
     `tokenizer` is the path of one, or `bytes`; by default it comes with the checkpoint.
     """
     weights = open_weights(source).weights
+    if options.adapter:
+        weights = open_adapter(options.adapter, weights, source)
     config = weights.model.model_copy(
         update={key: value for key, value in FLAT_FUSIONS.items() if hasattr(weights.model, key)}
     )
@@ -126,6 +141,7 @@ def load_for_inference(
     max_seq_len = options.max_seq_len or limit
     if not 2 <= max_seq_len <= limit:
         raise UserError(f"--max-seq-len {max_seq_len}: the model's limit is {limit}, and 2 are needed")
+    adapted = {name: open_adapter(path, weights, source) for name, path in options.adapters.items()}
     engine = build_engine(
         config,
         device,
@@ -134,11 +150,15 @@ def load_for_inference(
         _rank_values(weights, config, mesh, device.torch_device, dtype),
         compiled=options.compiled,
         fused_kernels=options.fused_kernels,
+        adapters=AdapterStack(adapted, config, mesh.model_shard, dtype) if adapted else None,
     )
-    model_files = read_model_files(weights, source)
+    model_files = read_model_files(weights, options.adapter or source)
+    adapter_files = {
+        name: read_model_files(each, options.adapters[name]) or model_files for name, each in adapted.items()
+    }
     found = find_tokenizer(tokenizer, model_files)
     scheduler = RequestScheduler(engine, config.vocab, options.shares_prefixes)
-    model = InferenceModel(config, engine.model, scheduler, found, model_files, device, mesh)
+    model = InferenceModel(config, engine.model, scheduler, found, model_files, device, mesh, adapter_files)
     if found:
         scheduler.schemas = SchemaCompiler(found, config.vocab, model.end_ids)
     return model

@@ -21,13 +21,16 @@ class PrefixCache:
         self.unit = unit
         self.held: list[Sequence[int]] = [()] * slots
         """The tokens of each slot that can be reused, a multiple of `unit`."""
+        self._adapters = [0] * slots
+        """The adapter that computed them. Others compute other keys and values."""
         self.released: set[int] = set()
         """Slots whose sequence has ended: their first position is in a copy."""
         self._last_used = [0] * slots
         self._clock = itertools.count(1)
 
-    def hold(self, slot: int, prompt: Sequence[int], computed: int) -> None:
+    def hold(self, slot: int, prompt: Sequence[int], computed: int, adapter: int = 0) -> None:
         """A slot has the first `computed` tokens of a prompt."""
+        self._adapters[slot] = adapter
         whole = computed - computed % self.unit
         self.held[slot] = prompt[:whole] if len(prompt) > self.unit else ()  # short ones are computed with others
         self.released.discard(slot)
@@ -36,10 +39,11 @@ class PrefixCache:
     def touch(self, slot: int) -> None:
         self._last_used[slot] = next(self._clock)
 
-    def longest(self, prompt: Sequence[int], own_slot: int) -> Prefix:
+    def longest(self, prompt: Sequence[int], own_slot: int, adapter: int = 0) -> Prefix:
         """The slot with the longest beginning of a prompt, of which the last token must always be computed. Of several
         slots, it is that of the prompt itself."""
-        found = [Prefix(slot, self._common(held, prompt)) for slot, held in enumerate(self.held)]
+        same = [held if self._adapters[slot] == adapter else () for slot, held in enumerate(self.held)]
+        found = [Prefix(slot, self._common(held, prompt)) for slot, held in enumerate(same)]
         return max(found, key=lambda prefix: (prefix.length, prefix.slot == own_slot))
 
     def _common(self, held: Sequence[int], prompt: Sequence[int]) -> int:
@@ -56,5 +60,5 @@ class PrefixCache:
 
     def move(self, source: int, target: int) -> None:
         self.held[target], self._last_used[target] = self.held[source], self._last_used[source]
-        self.held[source] = ()
+        self._adapters[target], self.held[source] = self._adapters[source], ()
         self.released.add(target)

@@ -48,6 +48,8 @@ class Request:
     request_id: int
     prompt: list[int]
     options: SamplingOptions = field(default_factory=SamplingOptions)
+    adapter: int = 0
+    """The number of the adapter that continues it; 0: the model alone."""
 
 
 class SchedulerLoad(NamedTuple):

@@ -139,15 +139,15 @@ class RequestScheduler:
         for slot, sequence in enumerate(self.slots):
             if sequence is None and self.waiting:
                 request = self.waiting.popleft()
-                self._move_prefix(slot, request.prompt)
+                self._move_prefix(slot, request)
                 sequence = self.slots[slot] = Sequence(request, slot, matcher=self._start_matcher(request))
-                self.engine.start(slot, request.options, request.prompt)
+                self.engine.start(slot, request.options, request.prompt, request.adapter)
                 if sequence.matcher:
                     self.engine.allow_tokens(slot, sequence.matcher.next_tokens())
 
-    def _move_prefix(self, slot: int, prompt: list[int]) -> None:
+    def _move_prefix(self, slot: int, request: Request) -> None:
         """Move what a slot holds to another free one, unless the prompt that gets the slot begins with it."""
-        source, length = self.prefixes.longest(prompt, slot)
+        source, length = self.prefixes.longest(request.prompt, slot, request.adapter)
         if source == slot and length:
             return
         needed = (slot, source) if length else (slot,)
@@ -158,12 +158,12 @@ class RequestScheduler:
             self.prefixes.move(slot, place)
 
     def _reuse_prefix(self, sequence: Sequence) -> None:
-        prompt, slot = sequence.request.prompt, sequence.slot
-        source, length = self.prefixes.longest(prompt, slot)
+        slot, prompt, adapter = sequence.slot, sequence.request.prompt, sequence.request.adapter
+        source, length = self.prefixes.longest(prompt, slot, adapter)
         if length > sequence.prefilled:
             self.engine.reuse_prefix(source, slot, length, source in self.prefixes.released)
             self.prefixes.touch(source)
-            self.prefixes.hold(slot, prompt, length)
+            self.prefixes.hold(slot, prompt, length, adapter)
             sequence.reused += length - sequence.prefilled
             sequence.prefilled = length
 
@@ -193,7 +193,8 @@ class RequestScheduler:
         read = self.engine.prefill([s.slot for s in group], chunks, start, is_last, _needs(group))
         for sequence, chunk in zip(group, chunks, strict=True):
             sequence.prefilled += len(chunk)
-            self.prefixes.hold(sequence.slot, sequence.request.prompt, sequence.prefilled)
+            request = sequence.request
+            self.prefixes.hold(sequence.slot, request.prompt, sequence.prefilled, request.adapter)
             sequence.queued = int(is_last)
         if read:
             self.queued_steps.append(QueuedStep(list(enumerate(group)), read))

@@ -77,7 +77,7 @@ def running_server(
     )
     model = ServedModel("tiny", loaded, tokenizer, worker)
     ready = threading.Event()
-    server = ModelServer(create_app(model, token), worker, ready.set)
+    server = ModelServer(create_app([model], token), worker, ready.set)
     with bind_socket("127.0.0.1", 0) as bound:
         url = base_url(bound, "/v1")
         thread = threading.Thread(target=server.run_on, args=[bound], daemon=True)

@@ -1,6 +1,6 @@
 """The routes of the server, and the check of its token."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -33,7 +33,7 @@ from trainyard.inference.serve.response_types import (
     Usage,
 )
 from trainyard.inference.serve.responses import ChatWriter, CompletionWriter, ResponseWriter
-from trainyard.inference.serve.served_model import ServedModel
+from trainyard.inference.serve.served_model import ServedModel, find_model
 from trainyard.inference.serve.server import ClientDisconnect, EventStream, until_disconnect
 
 ERROR_DESCRIPTIONS = {
@@ -66,9 +66,10 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.0.1") -> FastAPI:
-    """`token`: what clients must send as bearer token; None: anybody can use the server. `host`: the address that the
+def create_app(models: Sequence[ServedModel], token: str | None = None, host: str = "127.0.0.1") -> FastAPI:
+    """`models` share a worker; a request that names none of them gets the first. `token`: what clients must send as bearer token; None: anybody can use the server. `host`: the address that the
     server listens on."""
+    worker = models[0].worker
     app = FastAPI(title="trainyard serve", version=__version__, docs_url=None, redoc_url=None)
     app.openapi = lambda: _describe(app, token)  # type: ignore[method-assign]
     add_error_handlers(app)
@@ -80,42 +81,41 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
 
     @app.get("/health", responses=_errors(403, 500))
     async def health() -> Health:
-        if model.worker.failure:
-            raise ApiError(500, f"the engine failed: {model.worker.failure}", code="engine_error")
-        return Health(status="ok", requests=model.worker.num_pending, tokens=model.worker.metrics.generated_tokens)
+        if worker.failure:
+            raise ApiError(500, f"the engine failed: {worker.failure}", code="engine_error")
+        return Health(status="ok", requests=worker.num_pending, tokens=worker.metrics.generated_tokens)
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_errors(403))
     async def metrics() -> Response:
-        return PlainTextResponse(model.worker.metrics.render(model.worker.scheduler.load), media_type=METRICS_TYPE)
+        return PlainTextResponse(worker.metrics.render(worker.scheduler.load), media_type=METRICS_TYPE)
 
     @app.post("/tokenize", responses=_errors(400, 401, 403, 404, 413))
     async def tokenize(fields: TokenizeRequest) -> TokenizeResponse:
-        model.require_name(fields.model)
+        model = find_model(models, fields.model)
         tokens = await model.tokenize(fields)
         texts = [model.token_texts.text(token) for token in tokens] if fields.return_token_strs else None
         return TokenizeResponse(count=len(tokens), max_model_len=model.max_seq_len, tokens=tokens, token_strs=texts)
 
     @app.post("/detokenize", responses=_errors(400, 401, 403, 404, 413))
     async def detokenize(fields: DetokenizeRequest) -> DetokenizeResponse:
-        model.require_name(fields.model)
+        model = find_model(models, fields.model)
         text = model.detokenize(fields.tokens)
         return DetokenizeResponse(prompt=text, content=text)
 
-    def card() -> ModelCard:
+    def card(model: ServedModel) -> ModelCard:
         return ModelCard(id=model.name, created=model.created, max_model_len=model.max_seq_len)
 
     @app.get("/v1/models", responses=_errors(401, 403))
     async def list_models() -> ModelList:
-        return ModelList(data=[card()])
+        return ModelList(data=[card(model) for model in models])
 
     @app.get("/v1/models/{name:path}", responses=_errors(401, 403, 404))
     async def retrieve_model(name: str) -> ModelCard:
-        model.require_name(name)
-        return card()
+        return card(find_model(models, name))
 
     @app.post("/v1/completions", response_model=CompletionResponse, responses=GENERATION_ERRORS | STREAM)
     async def completions(fields: CompletionRequest, request: Request) -> Response:
-        model.require_name(fields.model)
+        model = find_model(models, fields.model)
         if fields.echo and fields.logprobs is not None:
             raise ApiError(400, "echo: cannot be combined with logprobs; the prompt has none", "echo")
         prompts = [
@@ -125,19 +125,19 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
         sequences = model.sequences(fields, prompts, DEFAULT_MAX_TOKENS, schema)
         texts = [prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in fields.prompts]
         echoes = [text if fields.echo else "" for text in texts for _ in range(fields.n or 1)]
-        generation = Generation(model.worker, model.tokenizer, sequences, fields.stop_strings)
+        generation = Generation(model, sequences, fields.stop_strings)
         return await _respond(request, generation, CompletionWriter(model, fields, echoes), fields, prompts)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=GENERATION_ERRORS | STREAM)
     async def chat_completions(fields: ChatCompletionRequest, request: Request) -> Response:
-        model.require_name(fields.model)
+        model = find_model(models, fields.model)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
         prompts = [await model.encode_chat(fields.messages, tools=fields.offered_tools)]
         schema = await model.response_schema(fields)
         sequences = model.sequences(fields, prompts, None, schema)
         stop = fields.stop_strings + model.chat_template.stop
-        generation = Generation(model.worker, model.tokenizer, sequences, stop)
+        generation = Generation(model, sequences, stop)
         return await _respond(request, generation, ChatWriter(model, fields), fields, prompts)
 
     return app

@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.inference.requests import FinishReason, SamplingOptions, TokenEvent
-from trainyard.inference.serve.worker import SchedulerWorker, Subscription
+from trainyard.inference.serve.served_model import ServedModel
+from trainyard.inference.serve.worker import Subscription
 from trainyard.inference.text.text_stream import TextStream
 
 
@@ -66,21 +66,20 @@ class Generation:
 
     def __init__(
         self,
-        worker: SchedulerWorker,
-        tokenizer: Tokenizer,
+        model: ServedModel,
         sequences: Sequence[tuple[list[int], SamplingOptions]],
         stop: tuple[str, ...],
     ) -> None:
         self.choices = [
-            Choice(index, TextStream(tokenizer, stop, prompt), options.end_ids)
+            Choice(index, TextStream(model.tokenizer, stop, prompt), options.end_ids)
             for index, (prompt, options) in enumerate(sequences)
         ]
-        self._worker, self._sequences = worker, sequences
+        self._model, self._sequences = model, sequences
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
         """Submit the sequences and wait for the first token. Raises ApiError if that fails."""
-        self._subscription = self._worker.submit(self._sequences)
+        self._subscription = self._model.worker.submit(self._sequences, self._model.adapter)
         try:
             await self._subscription.wait_for_token()
         except BaseException:

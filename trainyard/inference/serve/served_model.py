@@ -1,4 +1,4 @@
-"""The model that a server serves: prompts become sequences for the scheduler, tokens become texts."""
+"""The models that a server serves, one for each adapter besides the model alone: prompts become sequences for the scheduler, tokens become texts."""
 
 import asyncio
 import secrets
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.core.user_code import nearest_name
 from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.serve.api_types import MAX_CHOICES, GenerationFields
@@ -28,7 +29,11 @@ SHORT_TEXT = 2000
 
 
 class ServedModel:
-    def __init__(self, name: str, model: "InferenceModel", tokenizer: Tokenizer, worker: SchedulerWorker) -> None:
+    def __init__(
+        self, name: str, model: "InferenceModel", tokenizer: Tokenizer, worker: SchedulerWorker, adapter: int = 0
+    ) -> None:
+        """`adapter`: the number of the one that requests for this name use; 0: the model alone."""
+        self.adapter = adapter
         self.name, self.tokenizer, self.worker, self.max_seq_len = name, tokenizer, worker, model.max_seq_len
         self.chat_template, self.end_ids, self._schemas = model.chat_template, model.end_ids, model.scheduler.schemas
         end_id = min(self.end_ids, default=None) if tokenizer.end_id is None else tokenizer.end_id
@@ -39,11 +44,6 @@ class ServedModel:
         self.max_characters = self.max_seq_len * tokenizer.max_token_length
         self.token_texts = TokenTexts(tokenizer)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-
-    def require_name(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            message = f"model {name!r}: this server has only {self.name!r}"
-            raise ApiError(404, message, "model", "model_not_found")
 
     async def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a prompt. An empty one is the beginning of a document, which follows an end token."""
@@ -163,6 +163,15 @@ class ServedModel:
             num_logprobs=fields.num_logprobs,
             json_schema=schema,
         )
+
+
+def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
+    """The model of this name; without one, the first. Raises ApiError if there is none."""
+    if found := next((model for model in models if name in (None, model.name)), None):
+        return found
+    names = [model.name for model in models]
+    known = f"only {names[0]!r}" if len(names) == 1 else ", ".join(map(repr, names)) + nearest_name(str(name), names)
+    raise ApiError(404, f"model {name!r}: this server has {known}", "model", "model_not_found")
 
 
 class TokenTexts:

@@ -120,8 +120,8 @@ class SchedulerWorker:
     def num_pending(self) -> int:
         return len(self._subscriptions)
 
-    def submit(self, sequences: Sequence[tuple[list[int], SamplingOptions]]) -> Subscription:
-        """Queue sequences. Raises ApiError if the queue is full or the server ends."""
+    def submit(self, sequences: Sequence[tuple[list[int], SamplingOptions]], adapter: int = 0) -> Subscription:
+        """Queue sequences, which an adapter of this number continues. Raises ApiError if the queue is full or the server ends."""
         if self.failure:
             raise ApiError(500, f"the engine failed: {self.failure}", code="engine_error")
         if self._draining:
@@ -134,7 +134,7 @@ class SchedulerWorker:
             raise ApiError(503, message, code="queue_full", headers=headers)
         subscription = Subscription(self)
         for index, (prompt, options) in enumerate(sequences):
-            request = Request(next(self._ids), prompt, options)
+            request = Request(next(self._ids), prompt, options, adapter)
             subscription.request_ids[request.request_id] = index
             self._subscriptions[request.request_id] = subscription
             self.metrics.on_submit(request.request_id, len(prompt))

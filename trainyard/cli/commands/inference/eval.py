@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from typer import Argument, Context, Option
 
 from trainyard.checkpoint.weights import WeightSource
 from trainyard.cli.console import ProgressDisplay, fetch_inputs, interrupt_on_terminate, print_line
-from trainyard.cli.options import AsJson, HfConfig, JsonKey, Nproc, SourceLayout, TokenizerName
+from trainyard.cli.options import Adapter, AsJson, HfConfig, JsonKey, Nproc, SourceLayout, TokenizerName
 from trainyard.cli.ranks import check_nproc, launch_ranks
 from trainyard.cli.run_config import load_source
 from trainyard.config.schema import Config
@@ -25,7 +26,7 @@ from trainyard.evaluate.eval_config import config_of_run, evaluation_config, key
 from trainyard.families import ModelConfig, blueprint_of
 from trainyard.families.hf_config import from_hf
 from trainyard.formats.convert import parse_layout
-from trainyard.formats.registry import FORMAT_DESCRIPTIONS, open_weights
+from trainyard.formats.registry import FORMAT_DESCRIPTIONS, open_adapter, open_weights
 from trainyard.formats.transfer import local_source
 from trainyard.parallel.layout import Layout
 
@@ -48,6 +49,7 @@ def eval(
             "YAML file with data.paths. Keys to override, such as layout.tp=2.",
         ),
     ] = None,
+    adapter: Adapter = None,
     nproc: Nproc = 1,
     stride: Annotated[
         int | None, Option(min=1, help="Tokens between the starts of windows. Default: data.seq_len, no overlap.")
@@ -91,6 +93,8 @@ def eval(
 
       trainyard eval runs/my-run valid.jsonl layout.tp=2 --nproc 4
 
+      trainyard eval hf-model valid.jsonl --adapter runs/my-lora
+
       trainyard eval runs/my-run --tasks arc_easy,piqa --num-fewshot 0 --json
     """
     overrides = [argument for argument in arguments or [] if OVERRIDE.match(argument)]
@@ -108,6 +112,8 @@ def eval(
         download = stack.enter_context(ProgressDisplay("download"))
         path = stack.enter_context(local_source(checkpoint, download.update))
         opened = open_weights(path, from_hf(config) if config else None, hints)
+        if adapter:
+            opened = replace(opened, weights=open_adapter(adapter, opened.weights, str(path)))
         run_keys = {} if tasks else keys_of_run(opened.weights)  # tasks have scores of their own
         run_config = evaluation_config(opened.weights, overrides, ranks, run_keys)
         sets = {} if data or tasks else validation_sets(checkpoint, opened.weights)

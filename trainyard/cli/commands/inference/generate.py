@@ -12,6 +12,7 @@ from typer import Context, Option
 
 from trainyard.cli.console import prefetch_weights, print_line, terminal_safe
 from trainyard.cli.options import (
+    Adapter,
     AsJson,
     CheckpointSource,
     DeviceName,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # imports torch; `generate --help` does not wait for it
 def generate(
     context: Context,
     source: CheckpointSource,
+    adapter: Adapter = None,
     prompt: Annotated[list[str] | None, Option("--prompt", "-p", help="Text to continue; repeatable.")] = None,
     batch: Annotated[
         Path | None,
@@ -82,6 +84,8 @@ def generate(
 
       trainyard generate hf-model --chat
 
+      trainyard generate hf-model --adapter runs/my-lora --chat
+
       trainyard generate deepseek-ai/deepseek-coder-1.3b-base -p "def add("
     """
     world = World.from_environment()
@@ -103,7 +107,13 @@ def generate(
 
     texts = _read_batch(batch) if batch else [{"prompt": text} for text in prompt or []]
     options = InferenceOptions(
-        device, dtype, max(1, min(max_batch, len(texts) or 1)), max_seq_len, compiled, fp8_weights=fp8_weights
+        device,
+        dtype,
+        max(1, min(max_batch, len(texts) or 1)),
+        max_seq_len,
+        compiled,
+        fp8_weights=fp8_weights,
+        adapter=adapter,
     )
     console = Console(highlight=False, stderr=True, quiet=world.rank > 0)
     with console.status("loading"):

@@ -35,6 +35,14 @@ PENDING_PER_SLOT = 4
 def serve(
     context: Context,
     source: CheckpointSource,
+    adapter: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME=PATH",
+            help="LoRA adapter of CKPT that requests choose as model NAME: a PEFT folder, or a run or checkpoint of "
+            "LoRA; repeatable.",
+        ),
+    ] = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     model_name: Annotated[
@@ -62,6 +70,8 @@ def serve(
 
       trainyard serve runs/my-run --port 0 --model-name my-model
 
+      trainyard serve hf-model --adapter poet=runs/my-lora --adapter coder=peft-folder
+
       trainyard serve hf-model --host 0.0.0.0 --token-file token.txt
     """
     from trainyard.core.sockets import base_url, bind_socket, is_loopback, read_token
@@ -71,6 +81,8 @@ def serve(
     token = read_token(token_file, TOKEN_VARIABLE)
     if not token and not is_loopback(host):
         raise UserError(f"--host {host}: others can reach it, so it needs a token: --token-file or ${TOKEN_VARIABLE}")
+    name = model_name or Path(source).resolve().name
+    adapters = parse_adapters(adapter or [], name)
     world = World.from_environment()
     prefetch_weights(source, world)
     with interrupt_on_terminate(), bind_socket(host, port if world.rank == 0 else 0) as bound:
@@ -79,22 +91,46 @@ def serve(
             return launch_tensor_parallel(context, source, tp, device, world)
         from trainyard.inference.load import InferenceOptions
 
-        options = InferenceOptions(device, dtype, max_batch, max_seq_len, fp8_weights=fp8_weights, shares_prefixes=True)
+        options = InferenceOptions(
+            device,
+            dtype,
+            max_batch,
+            max_seq_len,
+            fp8_weights=fp8_weights,
+            shares_prefixes=True,
+            adapters=adapters,
+        )
         if world.rank > 0:
             follow_first_rank(source, options, tokenizer, world)
             return 0
-        model = load_model(source, model_name, options, tokenizer, world)
-        ready = f"serving {model.name} at {base_url(bound, '/v1')}"
-        server = ModelServer(create_app(model, token, host), model.worker, lambda: print(ready, flush=True))
+        models = load_models(source, name, options, tokenizer, world)
+        worker = models[0].worker
+        ready = f"serving {', '.join(model.name for model in models)} at {base_url(bound, '/v1')}"
+        server = ModelServer(create_app(models, token, host), worker, lambda: print(ready, flush=True))
         server.run_on(bound)
-    if model.worker.failure:
-        raise RunStopped(f"the engine failed: {model.worker.failure}")
+    if worker.failure:
+        raise RunStopped(f"the engine failed: {worker.failure}")
     return 0
 
 
-def load_model(
-    source: str, name: str | None, options: "InferenceOptions", tokenizer: str | None, world: World
-) -> "ServedModel":
+def parse_adapters(arguments: list[str], model_name: str) -> dict[str, str]:
+    """The paths of `--adapter NAME=PATH`, by name."""
+    found: dict[str, str] = {}
+    for argument in arguments:
+        name, separator, path = argument.partition("=")
+        if not (name and separator and path):
+            nearest = f"{Path(argument.strip('=')).name}={argument.strip('=')}"
+            raise UserError(f"--adapter {argument}: expected NAME=PATH; nearest: --adapter {nearest}")
+        if name in (*found, model_name):
+            raise UserError(f"--adapter {argument}: {name} is another model already; nearest: {name}-2={path}")
+        found[name] = path
+    return found
+
+
+def load_models(
+    source: str, name: str, options: "InferenceOptions", tokenizer: str | None, world: World
+) -> list["ServedModel"]:
+    """The model, and then one for each adapter."""
     from trainyard.inference.load import load_for_inference
     from trainyard.inference.serve.served_model import ServedModel
 
@@ -102,7 +138,11 @@ def load_model(
     if loaded.tokenizer is None:
         raise UserError(f"{source}: has no tokenizer; give --tokenizer")
     worker = create_worker(loaded, PENDING_PER_SLOT * options.max_batch, world)
-    return ServedModel(name or Path(source).resolve().name, loaded, loaded.tokenizer, worker)
+    models = [ServedModel(name, loaded, loaded.tokenizer, worker)]
+    for number, adapter in enumerate(loaded.adapters, 1):
+        adapted = loaded.with_adapter(adapter)
+        models.append(ServedModel(adapter, adapted, adapted.tokenizer or loaded.tokenizer, worker, number))
+    return models
 
 
 def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "SchedulerWorker":

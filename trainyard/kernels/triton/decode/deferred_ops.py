@@ -108,6 +108,11 @@ class PendingLinear(PendingTensor):
             value, scaled = scaled_linear(self.x, self.weight, self.bias, self.residual, (norm_weight, eps))
         return value, PendingNorm(value, norm_weight, eps, scaled)
 
+    @property
+    def is_plain(self) -> bool:
+        """True for x W^T that nothing has computed yet. A computed value may have been changed in place since then."""
+        return self.bias is None and self.residual is None and self._value is None
+
     def can_add(self, x: Tensor) -> bool:
         return self.residual is None and self._value is None and x.shape == self.shape and x.dtype == self.dtype
 

@@ -49,12 +49,12 @@ class DecodeKernels(TritonKernels):
         return super().add_dropout(value_of(x), value_of(y), bias, dropout)
 
     def bias_gelu(self, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-        if isinstance(x, PendingLinear) and x.bias is None and x.residual is None:
+        if isinstance(x, PendingLinear) and x.is_plain:
             return x.compute("gelu_tanh" if tanh else "gelu", bias)
         return super().bias_gelu(value_of(x), bias, tanh)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        if isinstance(gate_up, PendingLinear) and gate_up.bias is None and gate_up.residual is None:
+        if isinstance(gate_up, PendingLinear) and gate_up.is_plain:
             return gate_up.compute("swiglu")
         return super().swiglu(value_of(gate_up))
 
