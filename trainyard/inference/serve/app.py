@@ -67,8 +67,8 @@ STREAM: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(models: Sequence[ServedModel], token: str | None = None, host: str = "127.0.0.1") -> FastAPI:
-    """`models` share a worker; a request that names none of them gets the first. `token`: what clients must send as bearer token; None: anybody can use the server. `host`: the address that the
-    server listens on."""
+    """`models` share a worker; a request that names none of them gets the first. `token`: what clients must send as
+    bearer token; None: anybody can use the server. `host`: the address that the server listens on."""
     worker = models[0].worker
     app = FastAPI(title="trainyard serve", version=__version__, docs_url=None, redoc_url=None)
     app.openapi = lambda: _describe(app, token)  # type: ignore[method-assign]

@@ -1,4 +1,5 @@
-"""The models that a server serves, one for each adapter besides the model alone: prompts become sequences for the scheduler, tokens become texts."""
+"""The models of a server, one for each adapter besides the model alone: prompts become sequences for the scheduler,
+tokens become texts."""
 
 import asyncio
 import secrets

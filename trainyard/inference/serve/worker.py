@@ -121,7 +121,7 @@ class SchedulerWorker:
         return len(self._subscriptions)
 
     def submit(self, sequences: Sequence[tuple[list[int], SamplingOptions]], adapter: int = 0) -> Subscription:
-        """Queue sequences, which an adapter of this number continues. Raises ApiError if the queue is full or the server ends."""
+        """Queue sequences for an adapter, by its number. Raises ApiError if the queue is full or the server ends."""
         if self.failure:
             raise ApiError(500, f"the engine failed: {self.failure}", code="engine_error")
         if self._draining:
