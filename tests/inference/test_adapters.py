@@ -62,9 +62,13 @@ class Adapted(NamedTuple):
         return logits.log_softmax(-1).gather(1, torch.tensor(tokens[-count:])[:, None])[:, 0]
 
 
-def save_adapted(directory: Path, variant: str = "llama-gqa", options: dict[str, dict[str, Any]] = OPTIONS) -> Adapted:
+def save_adapted(
+    directory: Path,
+    sizes: dict[str, Any] = LLAMA,
+    variant: str = "llama-gqa",
+    options: dict[str, dict[str, Any]] = OPTIONS,
+) -> Adapted:
     """A model and random adapters, whose greedy texts differ."""
-    sizes = {"n_positions": 128, "vocab_size": 257} if variant == "gpt2" else LLAMA
     base, _ = save(hf_model(variant, **sizes), directory / "base")
     torch.manual_seed(3)
     model: Any = type(hf_model(variant)).from_pretrained(base)
@@ -107,7 +111,8 @@ def check_texts(adapted: Adapted, loaded: InferenceModel, prompts: list[list[int
 
 @pytest.mark.parametrize("variant", ["llama-gqa", pytest.param("qwen3", marks=pytest.mark.nightly), "gpt2"])
 def test_mixed_batches_compute_what_peft_does(variant: str, tmp_path: Path) -> None:
-    adapted = save_adapted(tmp_path, variant, GPT_OPTIONS if variant == "gpt2" else OPTIONS)
+    gpt: tuple[Any, ...] = ({"n_positions": 128, "vocab_size": 257}, variant, GPT_OPTIONS)
+    adapted = save_adapted(tmp_path, *(gpt if variant == "gpt2" else (LLAMA, variant)))
     prompts = random_prompts(9, 9, 9, 5, 17, 40, 1, 2, 3)
     check_texts(adapted, load(adapted.base, max_batch=4, adapters=adapted.paths), prompts)
     one = random_prompts(6)[0]

@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.inference.test_generate import expected_tokens, load, run_prompts
+from tests.inference.test_adapters import NAMES, save_adapted
+from tests.inference.test_generate import expected_tokens, load, run, run_prompts
 from tests.support.hf_reference import LLAMA_LIKE, hf_model
 from trainyard.devices.cpu import CpuDevice
+from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import skinny_linear as products
 from trainyard.kernels.triton.decode.decode_attention import DecodeAttentionConfig
@@ -46,3 +48,21 @@ def test_tokens_equal_those_of_transformers(family: str, tmp_path: Path, monkeyp
     expected = [expected_tokens(model, prompt, max_new_tokens=3, eos_token_id=None) for prompt in prompts]
     for batch in (1, 2):  # one row and several have different kernels
         assert run_prompts(load(tmp_path, max_batch=batch, max_seq_len=16), prompts, max_new_tokens=3) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_adapters_of_rows_and_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pending matmul must not forget an update of its result, which gate and up would compute again with SwiGLU."""
+    monkeypatch.setattr(CpuDevice, "decode_kernels", lambda self, fused: DecodeKernels())
+    monkeypatch.setattr(products, "linear_config", lambda *_: LinearConfig(32, 64, 4, 3))
+    monkeypatch.setattr(attention, "attention_config", lambda *_: DecodeAttentionConfig(2, 16, 4, 1))
+    adapted = save_adapted(tmp_path, {**LLAMA, "eos_token_id": 49, "bos_token_id": 49})
+    prompts = [torch.randint(1, 48, (length,)).tolist() for length in (3, 1, 7)]
+    options = SamplingOptions(max_new_tokens=3)
+    requests = [Request(number, prompt, options, number) for number, prompt in enumerate(prompts)]
+    expected = [adapted.tokens(name, prompt, max_new_tokens=3) for name, prompt in zip(NAMES, prompts, strict=True)]
+    events = run(load(tmp_path / "base", max_batch=2, max_seq_len=16, adapters=adapted.paths), requests)
+    assert [[event.token for event in events[number]] for number in range(3)] == expected
+    alone = load(tmp_path / "base", max_batch=2, max_seq_len=16, adapter=adapted.paths["b"])
+    found = run_prompts(alone, prompts, max_new_tokens=3)
+    assert found == [adapted.tokens("b", prompt, max_new_tokens=3) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""What a LoRA run on conversations leaves can answer: its run directory, its checkpoint, and its adapter on the base."""
+"""What a LoRA run on conversations leaves can answer: its run directory, its checkpoint, its adapter on the base."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def answer(model: InferenceModel) -> tuple[str, str | None]:
 
 def test_a_fine_tuned_model_answers_and_stops_by_itself(tmp_path: Path) -> None:
     base, run = train(tmp_path)
-    checkpoint = run / "checkpoints" / "step_40"
+    checkpoint = run / "checkpoints" / "step_00000040"
     assert answer(load(run)) == (ANSWER, "stop")
     for adapter in (run, checkpoint, run / "adapter"):
         assert answer(load(base, adapter=str(adapter))) == (ANSWER, "stop"), adapter
