@@ -4,7 +4,7 @@ import copy
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -42,8 +42,11 @@ EXAMPLES: dict[str, tuple[int, tuple[int, int, int, int]]] = {
     "hf_llama3_70B_trn2": (70_553_706_496, (32, 4, 1, 4)),
     "hf_llama3_8B": (8_030_261_248, (32, 1, 1, 4)),
     "hf_llama3_8B_trn2": (8_030_261_248, (16, 1, 1, 4)),
+    "hf_llama3_8B_SFT": (8_030_261_248, (32, 1, 1, 1)),
+    "hf_llama3_8B_SFT_lora": (8_030_261_248, (32, 1, 1, 1)),
     "hf_llama_7B": (1_071_681_536, (8, 1, 1, 4)),  # 4 of 32 layers
     "megatron_gpt": (6_658_404_352, (8, 1, 1, 4)),
+    "megatron_llama2_7B_SFT": (6_607_343_616, (32, 1, 1, 1)),  # tied embeddings
     "megatron_llama_70b": (68_976_648_192, (8, 16, 1, 2)),
     "megatron_llama_7B": (6_738_415_616, (8, 1, 1, 4)),
     "megatron_mistral": (7_241_732_096, (8, 1, 1, 4)),
@@ -57,10 +60,10 @@ VOCAB = {name: ["model.vocab=32000"] for name in ("megatron_mixtral_8x7b", "mega
 REFUSED = {
     "hf_llama3_8B_DPO": "model_alignment_strategy.dpo.kl_beta=0.01: preference training (DPO)",
     "hf_llama3_8B_ORPO": "preference training (ORPO)",
-    "hf_llama3_8B_SFT": "supervised fine-tuning",
-    "hf_llama3_8B_SFT_lora": "model_alignment_strategy.peft.lora_rank=16: low-rank adapters",
-    "megatron_llama2_7B_SFT": "data.packing=true: supervised fine-tuning",
 }
+
+
+PEFT = "model_alignment_strategy__peft__"
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +175,7 @@ def test_70b_example_matches_the_recipe(name: str, recipe: str, also: dict[str, 
     assert changed == {"layout.bucket_mib": (1024, 256), "log.name": ("hf_llama", recipe), **also}
 
 
-@pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_gpt"])
+@pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_gpt", "hf_llama3_8B_SFT_lora"])
 def test_imported_config_trains_as_smoke_trial(name: str, tmp_path: Path) -> None:
     small = smoke_config(load_source(HERE / f"{name}.yaml", warn=ignore_warning))
     overrides = [f"log.directory={tmp_path}", "device.name=cpu", "train.steps=3"]
@@ -344,7 +347,7 @@ MISTAKES = [
     ("hf_llama3_8B", {"model__activations_checkpoint_recompute": ["Foo"]}, ["recompute=Foo", "CoreAttention"]),
     ("hf_llama3_8B", {"model__pipeline_cuts": ["middle"]}, ["pipeline_cuts", "model.layers.18"]),
     ("hf_llama3_8B", {"exp_manager__ema": {"enable": True}}, ["exp_manager.ema.enable=true", "average of the weights"]),
-    ("hf_llama3_8B", {"model_alignment_strategy": {"sft": {}}}, ["model_alignment_strategy.sft", "fine-tuning"]),
+    ("hf_llama3_8B", {"model_alignment_strategy": {"sft": {}}}, ["strategy.sft: empty", "packing=false"]),
     ("hf_llama3_8B", {"model__kl_beta": 0.1}, ["model_alignment_strategy.dpo.kl_beta=0.1", "DPO"]),
     ("hf_llama3_8B", {"model__model_config": None}, ["model.model_config: missing"]),
     ("hf_llama3_8B", {"name": "my_mixtral"}, ["name=my_mixtral", "model.moe.num_experts is missing"]),
@@ -357,7 +360,13 @@ MISTAKES = [
     ("megatron_mixtral_8x7b", {"model__activation": "gelu"}, ["model.normalization=rmsnorm"]),
     ("hf_llama3_8B", {"model__hidden_size": 4321}, ["model.vocab: missing"]),
     ("hf_llama3_8B", {"defaults": ["base"]}, ["defaults", "several files"]),
-    ("hf_llama3_8B", {"data__train_dir": "/a.jsonl"}, ["data.train_dir=/a.jsonl", "trainyard data pack"]),
+    ("hf_llama3_8B", {"model_alignment_strategy": {"peft": {}}}, ["strategy.peft: empty", "lora_rank=16"]),
+    ("hf_llama3_8B", {"model__lora_rank": 8}, ["peft.lora_alpha: missing", "nearest: 32"]),
+    ("hf_llama3_8B_SFT_lora", {f"{PEFT}lora_bias": "all"}, ["lora_bias=all", "nearest: none"]),
+    ("hf_llama3_8B_SFT_lora", {f"{PEFT}load_lora_from_ckpt": True}, ["load_lora_from_ckpt=true", "lora.init_from"]),
+    ("hf_llama3_8B_SFT_lora", {f"{PEFT}target_modules": ["embed"]}, ["target_modules=embed", "nearest: qkv_proj"]),
+    ("hf_llama3_8B_SFT", {"data__seq_length": 9000}, ["data.seq_length=9000", "nearest: 8192"]),
+    ("hf_llama3_8B_SFT", {"data__prompt_name": "x"}, ["data.prompt_name=x", "promptsource"]),
     ("megatron_gpt", {"model__sliding_window_size": 1024}, ["sliding_window_size=1024", "nearest: null"]),
     ("megatron_gpt", {"model__transformer_block_type": "normformer"}, ["transformer_block_type=normformer", "pre_ln"]),
     ("megatron_gpt", {"model__activation": "geglu"}, ["model.activation=geglu", "swiglu"]),
@@ -431,6 +440,39 @@ def test_defects_of_nxdt_are_warned_about() -> None:
     ):
         _, result = imported(tree(name, **changes))
         assert any(message in line for line in result.warnings), (message, result.warnings)
+
+
+def test_alignment_files_become_conversations_and_adapters() -> None:
+    data = tree(
+        "hf_llama3_8B_SFT_lora",
+        trainer__val_check_interval=500,
+        trainer__limit_val_batches=4,
+        data__seq_length=4096,
+        data__train_dir="/sft/data-00000-of-00001.arrow",
+        **{f"{PEFT}target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], f"{PEFT}merge_lora": True},
+    )
+    config, result = imported(data)
+    assert (config.data.source, config.data.paths) == ("chat", ("/sft",))
+    assert (config.data.seq_len, config.data.packing, config.data.tokenizer) == (4096, True, "~/llama3_tokenizer")
+    assert (config.data.chat.format, config.data.chat.too_long) == ("input_output", "drop")
+    assert (config.evaluate.every, config.evaluate.sets) == (500, {"validation": ("~/validation.jsonl",)})
+    assert config.checkpoint.init_from == "~/pretrained_ckpt"
+    ((_, values),) = cast(Any, config.model.linear.wrappers())
+    assert (values.rank, values.alpha, values.dropout) == (16, 32.0, 0.05)
+    assert values.targets == ("q", "k", "v", "output", "gate", "up", "down")
+    for defect in ("trains the tokens of the input", "holds token ids", "loses a record", "twice", "one A for a fused"):
+        (line,) = [line for line in result.warnings if defect in line]
+        assert "here" in line
+        assert "\n" not in line
+    assert any("merge_lora=true: no effect here" in line and "--merge" in line for line in result.warnings)
+
+
+def test_unpacked_records_have_no_warning_about_packing() -> None:
+    config, result = imported(tree("hf_llama3_8B_SFT", model_alignment_strategy__sft__packing=False))
+    assert not config.data.packing
+    assert not [line for line in result.warnings if "packing" in line]
+    by_name, _ = imported(tree("hf_llama3_8B", data__train_dir="/a.jsonl"))
+    assert (by_name.data.source, by_name.data.packing) == ("chat", False)
 
 
 INTERPOLATIONS = [

@@ -31,7 +31,7 @@ class ChatSection(Section):
     Training's), are tokenized without a template."""
     template: str | None = None
     """Chat template: a file with Jinja, or the Jinja itself. Default: that of data.tokenizer; without one, a line
-    "role: content" per message."""
+    "role: content" per message, or ChatML for tokenizer=bytes."""
     train_on: Annotated[tuple[str, ...], Strict(False), ONE_OR_MORE, Field(min_length=1)] = ("assistant",)
     """What is trained: roles (assistant, user, system, tool, developer); completion: the last answer only; everything:
     every token. A message with `train: false` or `weight: 0` never is, with `train: true` always."""
@@ -63,7 +63,8 @@ class DataSection(Section):
     trainyard.DataSource."""
     paths: Paths = ()
     """A file or glob, or a list of them; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name,
-    read through data.cache.directory. Default: a small built-in text (tokenizer=bytes only)."""
+    read through data.cache.directory. Default: a small built-in text, or built-in
+    conversations (tokenizer=bytes only)."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
     """Blend weights, one per entry of data.paths. Default: all paths form one dataset."""
     order: Literal["shuffled", "megatron", "megatron-2023"] = "shuffled"

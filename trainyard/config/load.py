@@ -135,13 +135,18 @@ def _move_wrappers(data: dict[str, Any]) -> dict[str, Any]:
 def dump(config: Config) -> str:
     """Return the resolved configuration as YAML, which `load` reads back to an equal Config. Credentials, which `parse`
     refuses, are left out."""
+    return redact(yaml.safe_dump(plain_sections(config), sort_keys=False, allow_unicode=True, width=120))
+
+
+def plain_sections(config: Config) -> dict[str, Any]:
+    """The sections of a configuration as in a file: built-in wrappers of linear layers have sections of their own."""
     data: dict[str, Any] = {}
     for name, section in config.model_dump(mode="json").items():
         data[name] = section
-        if name == "model":  # built-in wrappers have sections of their own
+        if name == "model":
             linear = section["linear"]
             data |= {wrapper: linear.pop(wrapper) for wrapper in LINEAR_WRAPPERS.built_in if wrapper in linear}
-    return redact(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
+    return data
 
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> set[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from math import gcd, lcm, prod
 from typing import Any
 
-from trainyard.config.load import apply_overrides, check_keys, parse, warn_on_stderr
+from trainyard.config.load import apply_overrides, check_keys, parse, plain_sections, warn_on_stderr
 from trainyard.config.registries import SOURCES
 from trainyard.config.schema import Config
 from trainyard.core.user_code import is_user_path
@@ -17,6 +17,7 @@ from trainyard.core.yaml_io import format_value
 from trainyard.families import find_family
 
 SMOKE_SEQ_LEN = 64
+SMOKE_CHAT_SEQ_LEN = 256
 SMOKE_PREDICTIONS = 8
 SMOKE_STEPS = 8
 SMOKE_NEW_TOKENS = 16
@@ -36,8 +37,10 @@ def smoke_config(
 
     `warn` receives one line about data, checkpoints and layout of the file that the trial does not use.
     """
-    data: dict[str, Any] = config.model_dump(mode="json")
+    data: dict[str, Any] = plain_sections(config)
     named = apply_overrides(data, overrides)
+    if data.get("lora") and not {"lora", "lora.init_from"} & named:
+        data["lora"]["init_from"] = None  # it does not fit the smaller model
     if "model.from_hf" in named:  # an entire section
         named.add("model")
     data = check_keys(data)
@@ -68,7 +71,10 @@ def smoke_config(
         sets = data["evaluate"]["sets"].items()
         shrink("evaluate", sets={name: paths for name, paths in sets if f"evaluate.sets.{name}" in named})
     elif is_user_path(data["data"]["source"]) or not SOURCES.find(data["data"]["source"]).has_fixed_length:
-        shrink("data", seq_len=SMOKE_SEQ_LEN)
+        is_chat = data["data"]["source"] == "chat"
+        shrink("data", seq_len=SMOKE_CHAT_SEQ_LEN if is_chat else SMOKE_SEQ_LEN)
+        if is_chat and data["data"]["chat"]["too_long"] == "error" and "data.chat.too_long" not in named:
+            data["data"]["chat"]["too_long"] = "truncate"
     shrink("model", max_positions=max(2 * SMOKE_SEQ_LEN, data["data"]["seq_len"]))
     scaling = model.get("rope_scaling")
     if scaling and "original_max_positions" in scaling and "model.rope_scaling" not in named:
@@ -111,13 +117,16 @@ def _smoke_data(data: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
     """Built-in samples, with the features of the file's data and the keys that the command line names."""
     section, is_causal = data["data"], find_family(data["model"]["family"]).is_causal
     kept = {"mask_eod_loss", "validation_fraction"} | {key.split(".")[1] for key in named if key.startswith("data.")}
+    is_chat = section["source"] == "chat"
     small = {
-        "source": "text" if is_causal else "synthetic",
-        "seq_len": min(SMOKE_SEQ_LEN, data["model"]["max_positions"]),
+        "source": "chat" if is_chat else "text" if is_causal else "synthetic",
+        "seq_len": SMOKE_CHAT_SEQ_LEN if is_chat else min(SMOKE_SEQ_LEN, data["model"]["max_positions"]),
         "max_predictions": SMOKE_PREDICTIONS,
-        "document_mask": section["document_mask"] or section["packing"],
+        "document_mask": not is_chat and (section["document_mask"] or section["packing"]),
         **{key: section[key] for key in kept - {"packing"}},
     }
+    if is_chat:  # the built-in conversations have one format and fit its template
+        small |= {"packing": section["packing"], "chat": {**section["chat"], "format": "auto", "template": None}}
     if data["evaluate"]["every"] and not small["validation_fraction"]:
         # data.split is gone, so a fraction of the samples is held out instead of its documents.
         small["validation_fraction"] = SMOKE_VALIDATION_FRACTION
@@ -132,7 +141,9 @@ def _unused_parts(config: Config, small: Config) -> list[str]:
     replaced = [key for key in ("paths",) if config.data.paths and not small.data.paths]
     replaced += ["source"] if is_user_path(config.data.source) and small.data.source != config.data.source else []
     for key in replaced:
-        samples = "built-in text" if small.data.source == "text" else "synthetic samples"
+        samples = {"text": "built-in text", "chat": "built-in conversations"}.get(
+            small.data.source, "synthetic samples"
+        )
         unused.append(f"data.{key}={format_value(getattr(config.data, key))} (but {samples})")
     unused += [f"evaluate.sets.{name}" for name in config.evaluate.sets if name not in small.evaluate.sets]
     for key in CHECKPOINT_DEFAULTS:

@@ -127,8 +127,11 @@ def check_choice(name: str, value: object, choices: Iterable[str], nearest: str 
 def set_keys(data: dict[str, Any], keys: ConfigKeys) -> None:
     """Set values in a configuration by dotted keys."""
     for dotted, value in keys.items():
-        section, _, name = dotted.partition(".")
-        data.setdefault(section, {})[name] = value
+        *sections, name = dotted.split(".")
+        node = data
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
 
 
 def copied_keys(values: Mapping[str, Any], rules: Mapping[str, KeyRule]) -> ConfigKeys:
@@ -143,10 +146,16 @@ def key_outcome(name: str, value: object, rule: KeyRule, data: dict[str, Any]) -
         return KeyOutcome(name, value, f"no effect: {rule.target}" if rule.action == "ignored" else "same as here")
     if value is None:
         return KeyOutcome(name, value, "not set")
-    split = [(dotted, *dotted.split(".", 1)) for dotted in rule.target.split(", ")]
-    found = [(dotted, data.get(section, {}).get(leaf)) for dotted, section, leaf in split]
+    found = [(dotted, _value_at(data, dotted)) for dotted in rule.target.split(", ")]
     shown = ", ".join(f"{dotted} = {format_value(new)}" for dotted, new in found if new is not None)
     return KeyOutcome(name, value, shown or f"{rule.target}: our default")
+
+
+def _value_at(data: dict[str, Any], dotted: str) -> Any:
+    node: Any = data
+    for key in dotted.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

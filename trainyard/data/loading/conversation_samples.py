@@ -29,8 +29,10 @@ from trainyard.core.worker_pool import map_ordered
 from trainyard.data.formats.conversations import read_conversation
 from trainyard.data.formats.documents import InputSlice, describe_place, read_records, record_slices
 from trainyard.data.loading.data_files import match_files
+from trainyard.data.loading.demo_corpus import conversation_lines
 from trainyard.data.loading.text_stream import check_vocab_size, tokenizer_spec
 from trainyard.data.text.chat_encoder import ChatSpec, chat_encoder, read_template
+from trainyard.data.text.chat_template import CHATML
 from trainyard.data.text.tokenizer import load_tokenizer, model_tokenizer_files
 from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles, RemotePath
 
@@ -42,6 +44,8 @@ LOG_INTERVAL_S = 2.0
 BYTES_PER_WORKER = 4 << 20
 MAX_WORKERS = 16
 BLOCK_BYTES = 1 << 24
+BUILT_IN = Path("built-in conversations")
+BUILT_IN_COUNT = 2000
 
 
 class Problem(NamedTuple):
@@ -124,6 +128,8 @@ class ConversationSamples:
 
 def chat_spec(data: DataSection, new_tokens: tuple[str, ...]) -> ChatSpec:
     template = read_template(data.chat.template)
+    if template is None and data.tokenizer == "bytes":
+        template = CHATML
     return ChatSpec(tokenizer_spec(data, new_tokens), template, data.chat.train_on, data.chat.format)
 
 
@@ -134,11 +140,19 @@ def open_conversations(
     model_vocab: int | None = None,
     new_tokens: tuple[str, ...] = (),
 ) -> ConversationSamples:
-    """The conversations of files, encoded by this process or by another one before."""
+    """The conversations of files, encoded by this process or by another one before; without `paths`, built-in ones."""
     if model_vocab is not None:
         check_vocab_size(load_tokenizer(tokenizer_spec(data, new_tokens)), model_vocab)
-    files = match_files(paths, directories=True, remote=remote)
-    slices, spec = list(record_slices(files)), chat_spec(data, new_tokens)
+    if paths:
+        slices = list(record_slices(match_files(paths, directories=True, remote=remote)))
+    elif data.tokenizer == "bytes":
+        lines = conversation_lines(BUILT_IN_COUNT)
+        slices = [InputSlice(BUILT_IN, "lines", 0, len(lines), lines)]
+    else:
+        raise UserError(
+            "data.paths: missing; set it to conversations (or data.tokenizer=bytes for the built-in conversations)"
+        )
+    spec = chat_spec(data, new_tokens)
     directory = user_cache("chat", is_writable=True) / _cache_key(spec, slices)
     directory.parent.mkdir(parents=True, exist_ok=True)
     if not (directory / "info.json").exists():
@@ -166,7 +180,7 @@ def _cache_key(spec: ChatSpec, slices: Sequence[InputSlice]) -> str:
     for name, content in sorted(model_tokenizer_files(spec.tokenizer).items()):
         digest.update(f"{name} {len(content)} ".encode() + content)
     for path in dict.fromkeys(each.path for each in slices):
-        digest.update(_content_hash(path))
+        digest.update(slices[0].data or b"" if path == BUILT_IN else _content_hash(path))
     return digest.hexdigest()
 
 

@@ -1,6 +1,7 @@
-"""Generated stories for a first run without a download: simple grammar, correct arithmetic and recurring names,
-enough structure for a small model to learn visibly."""
+"""Generated stories and conversations for a first run without a download: simple grammar, correct arithmetic and
+recurring names, enough structure for a small model to learn visibly."""
 
+import json
 import random
 
 NAMES = ["Ada", "Grace", "Alan", "Edsger", "Barbara", "Claude", "Emmy", "Kurt", "Sofia", "Leonhard", "Mary", "Noor"]
@@ -40,3 +41,25 @@ def make_story(seed: int) -> str:
 
 def make_stories(count: int) -> list[str]:
     return [make_story(seed) for seed in range(count)]
+
+
+def make_conversation(seed: int) -> list[dict[str, str]]:
+    """Messages of one or two questions with answers, a function of the seed."""
+    rng = random.Random(seed)
+    messages = [{"role": "system", "content": "Be brief."}] if rng.random() < 0.25 else []
+    for _ in range(rng.randint(1, 2)):
+        kind, thing, color = rng.randrange(3), rng.choice(THINGS), rng.choice(COLORS)
+        if kind == 0:
+            a, b = rng.randint(0, 5), rng.randint(0, 5)
+            question, answer = f"What is {NUMBERS[a]} plus {NUMBERS[b]}?", f"{NUMBERS[a + b].capitalize()}."
+        elif kind == 1:
+            question, answer = f"What color is the {color} {thing}?", f"The {thing} is {color}."
+        else:
+            question, answer = f"How do you spell {thing}?", "-".join(thing.upper())
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+def conversation_lines(count: int) -> bytes:
+    """Conversations as JSON lines."""
+    return b"".join(json.dumps({"messages": make_conversation(seed)}).encode() + b"\n" for seed in range(count))

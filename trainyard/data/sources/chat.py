@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 class ChatSource(DataSource):
+    needs_paths = False
     makes_tokens = has_documents = True
     inspector = "trainyard.prepare.inspect_chat:inspect_chat"
 

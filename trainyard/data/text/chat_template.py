@@ -33,6 +33,12 @@ DEFAULT_TEMPLATE = """\
 {% endfor %}
 {% if add_generation_prompt %}assistant:{% endif %}"""
 """One line "role: content" per message, for checkpoints without a template."""
+CHATML = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""OpenAI's ChatML, whose turns end with the end-of-text token: that of data.tokenizer=bytes."""
 DEFAULT_STOP = ("\nuser:", "\nsystem:")
 """Stop strings with the default template: a model without chat training writes the next turn, too."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

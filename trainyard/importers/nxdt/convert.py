@@ -23,12 +23,14 @@ from trainyard.importers.key_table import (
     set_keys,
     split_names,
 )
-from trainyard.importers.nxdt import sections
+from trainyard.importers.nxdt import alignment, sections
 from trainyard.importers.nxdt.interpolation import resolve
 from trainyard.importers.nxdt.keys import KEYS_FOUND_AT_ANY_DEPTH, MANUAL_PRECISION, NXDT_KEYS
 from trainyard.importers.nxdt.model import hf_model_section, megatron_model_section
 from trainyard.importers.nxdt.sections import data_keys
 
+EMPTY_MEANS = {"model_alignment_strategy.sft": "packing=false", "model_alignment_strategy.peft": "lora_rank=16"}
+"""Sections that change the run even if they are empty, and what they mean then."""
 UNREAD_MANUAL_KEYS = dict.fromkeys(
     split_names(MANUAL_PRECISION, "precision."), ignore("any", "read only with precision.type=manual")
 )
@@ -65,6 +67,7 @@ def _convert(tree: dict[str, Any], directory: Path) -> ImportedConfig:
         sections.recompute_keys,
         sections.checkpoint_keys,
         data_keys,
+        alignment.lora_keys,
         sections.log_keys,
     ):
         set_keys(data, section_keys(keys, warnings))
@@ -106,6 +109,8 @@ def _leaves(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         elif value not in (None, {}) and rules_below:
             nearest = nearest_name(dotted, NXDT_KEYS)
             raise UserError(f"{dotted}={format_value(value)}: not a mapping; expected keys such as {nearest}")
+        elif value == {} and dotted in EMPTY_MEANS:  # NxDT acts on the section itself
+            raise UserError(f"{dotted}: empty; nearest: {dotted}.{EMPTY_MEANS[dotted]}")
         elif not rules_below:
             yield dotted, value
 

@@ -7,9 +7,11 @@ nothing is dropped silently. Keys that NxDT misspells are listed as it spells th
 from trainyard.importers.key_table import KeyRule, copies_to, ignore, maps_to, refuse, split_names
 
 SHUFFLE = "which tokens exceed the capacity of an expert depends on their sample alone"
-ALIGN = "only pre-training is supported; nearest: leave model_alignment_strategy out and train on packed text"
-LORA = "low-rank adapters: all weights are trained here; nearest: leave model_alignment_strategy out"
-SFT = "supervised fine-tuning on prompt and answer records: " + ALIGN
+ALIGN = "not supported; nearest: model_alignment_strategy.sft.packing=true, and records of input and output"
+NEMO_SFT = "NeMo's data sections; nearest: data.train_dir with records of input and output"
+PROMPTSOURCE = "templates of promptsource; nearest: data.train_dir with records of input and output"
+ADAPTER = "a run with lora ends with an adapter/ folder, PEFT's, whatever its layout"
+MERGE = ADAPTER + "; trainyard convert RUN DST --to hf --merge merges it"
 DPO = "preference training (DPO): " + ALIGN
 ORPO = "preference training (ORPO): " + ALIGN
 DEVICE = "a setting of the device's compiler or runtime; set its environment variable instead"
@@ -22,7 +24,6 @@ DETECTED = "the checkpoint format is detected"
 LATEST = "the latest checkpoints are kept"
 NAMED_BY_STEP = "checkpoints are named by step"
 LOADING = "one stateless thread prefetches samples"
-VALIDATION_SET = "held-out samples come from data.split (Megatron) or data.validation_fraction, not from a separate set"
 RUN_END = "a run ends after train.steps or by a signal"
 OWN_SHARD = "each rank initializes its own shard"
 PARTIAL_RECOMPUTE = "recompute is the same for every block of every stage; nearest: leave it out"
@@ -117,12 +118,12 @@ STRATEGY: dict[str, KeyRule] = {
 DATA: dict[str, KeyRule] = {
     "micro_batch_size": copies_to("int", "train.micro_batch"),
     "global_batch_size": copies_to("int", "train.global_batch"),
-    "train_dir": maps_to("text", "data.source, data.paths"),
-    "val_dir": ignore("text", VALIDATION_SET, None),
+    "train_dir": maps_to("text", "data.source, data.paths, data.chat.format"),
+    "val_dir": maps_to("text", "evaluate.sets"),
     "test_dir": ignore("text", "test sets are not evaluated"),
-    "dev_choose_samples": refuse("int", SFT),
-    "dataset_name subset_name prompt_name": refuse("text", SFT),
-    "packing": refuse("bool", SFT, False),
+    "dev_choose_samples": ignore("int", "all records are used; nearest: a file with the first ones", None),
+    "dataset_name subset_name prompt_name": refuse("text", PROMPTSOURCE),
+    "packing": maps_to("bool", "data.packing"),
     "use_sft_style_data_module": ignore("bool", "follows from the paths: train_dir or data_prefix"),
     "data_prefix": maps_to("any", "data.source, data.paths, data.weights"),
     "index_mapping_dir": ignore("text", "there are no index files"),
@@ -137,8 +138,8 @@ DATA: dict[str, KeyRule] = {
     "validation_drop_last": ignore("bool", "evaluation uses full batches"),
     "no_seqlen_plus_one_input_tokens": refuse("bool", "a sample has data.seq_len + 1 tokens; nearest: false", False),
     "pad_samples_to_global_batch_size drop_last": ignore("bool", "every batch is full"),
-    "fine_tuning": refuse("any", SFT, False),
-    "train_ds validation_ds test_ds": refuse("any", SFT),
+    "fine_tuning": refuse("any", NEMO_SFT, False),
+    "train_ds validation_ds test_ds": refuse("any", NEMO_SFT),
     "tokenizer.library tokenizer.type tokenizer.model": maps_to("text", "data.tokenizer"),
     "tokenizer.vocab_file": maps_to("text", "data.vocab_file"),
     "tokenizer.merge_file": maps_to("text", "data.merges_file"),
@@ -161,11 +162,21 @@ ALIGNMENT: dict[str, KeyRule] = {
     "dpo.kl_beta dpo.loss_type dpo.max_prompt_length dpo.precompute_ref_log_probs dpo.truncation_mode": refuse(
         "any", DPO
     ),
-    "sft.packing": refuse("any", SFT),
+    "sft.packing": maps_to("bool", "data.packing"),
     "orpo.beta orpo.max_prompt_length orpo.truncation_mode": refuse("any", ORPO),
-    "peft.lora_rank peft.lora_alpha peft.lora_dropout peft.lora_bias peft.lora_verbose peft.target_modules "
-    "peft.load_lora_from_ckpt peft.save_lora_base peft.merge_lora peft.save_lora_config_adapter "
-    "peft.merge_sharded_lora": refuse("any", LORA),
+    "peft.lora_rank": maps_to("int", "lora.rank"),
+    "peft.lora_alpha": maps_to("number", "lora.alpha"),
+    "peft.lora_dropout": maps_to("number", "lora.dropout"),
+    "peft.lora_bias": refuse("text", "biases are not trained with adapters; nearest: none", "none"),
+    "peft.lora_verbose": ignore("bool", "the number of trained weights is always printed"),
+    "peft.target_modules": maps_to("list", "lora.targets"),
+    "peft.load_lora_from_ckpt": refuse(
+        "bool", "adapters are PEFT's; nearest: false, and lora.init_from=ADAPTER", False
+    ),
+    "peft.save_lora_base": ignore("bool", "a checkpoint holds what is trained and names its base"),
+    "peft.merge_lora": ignore("bool", MERGE, False),
+    "peft.save_lora_config_adapter": ignore("bool", ADAPTER),
+    "peft.merge_sharded_lora": ignore("bool", ADAPTER),
 }
 MODEL: dict[str, KeyRule] = {
     "model_config": maps_to("text", "model.vocab, model.heads, model.kv_heads, model.ffn"),

@@ -19,6 +19,7 @@ from trainyard.importers.key_table import (
     token_data,
 )
 from trainyard.importers.known_models import GPT2_TOKENIZER
+from trainyard.importers.nxdt.alignment import chat_data, is_sft
 
 NxdtKeys = dict[str, Any]
 STRATEGY, SCHEDULER = "distributed_strategy.", "model.optim.sched."
@@ -217,6 +218,9 @@ def log_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
 def data_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     """Return our keys of data and evaluate."""
     seq_len = keys.get("model.encoder_seq_length")
+    if is_sft(keys):
+        data = chat_data(keys, warnings) | _tokenizer(keys)
+        return data | _evaluation(keys, None, warnings)
     if seq_len is None or keys.get("data.seq_length", seq_len) != seq_len:
         raise UserError(
             f"model.encoder_seq_length={format_value(seq_len)}: required, and must equal "
@@ -225,11 +229,6 @@ def data_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     if "data.data_prefix" in keys:
         data = _megatron_data(keys, warnings)
     elif path := keys.get("data.train_dir"):
-        if path.endswith((".json", ".jsonl")):
-            raise UserError(
-                f"data.train_dir={format_value(path)}: prompt and answer records: only pre-training is supported; "
-                "nearest: a directory written by trainyard data pack"
-            )
         data = {"data.source": "arrow", "data.paths": [path]}
     else:
         raise UserError("data.train_dir: missing; needed: a packed directory, or data.data_prefix for .bin and .idx")
@@ -267,7 +266,10 @@ def _evaluation(keys: NxdtKeys, split: str | None, warnings: list[str]) -> Confi
     every, batches = keys.get("trainer.val_check_interval", 0), keys.get("trainer.limit_val_batches", 0)
     if not every or not batches or every > keys.get("trainer.max_steps", 0):
         return {"evaluate.every": 0}
-    held_out = bool(split and positive_number((*split.split(","), "")[1]))
+    sets: ConfigKeys = {}
+    if (path := keys.get("data.val_dir")) and "data.data_prefix" not in keys:
+        sets = {"evaluate.sets": {"validation": [path]}}
+    held_out = bool(sets or (split and positive_number((*split.split(","), "")[1])))
     if isinstance(every, float) or isinstance(batches, float) or not held_out:
         reason = "fractions of an epoch are not supported" if held_out else "no samples are held out"
         warnings.append(
@@ -275,4 +277,4 @@ def _evaluation(keys: NxdtKeys, split: str | None, warnings: list[str]) -> Confi
             "data.validation_fraction, evaluate.every, evaluate.batches"
         )
         return {"evaluate.every": 0}
-    return {"evaluate.every": every, "evaluate.batches": batches}
+    return {"evaluate.every": every, "evaluate.batches": batches, **sets}
