@@ -39,8 +39,10 @@ def smoke_config(
     """
     data: dict[str, Any] = plain_sections(config)
     named = apply_overrides(data, overrides)
-    if data.get("lora") and not {"lora", "lora.init_from"} & named:
-        data["lora"]["init_from"] = None  # it does not fit the smaller model
+    lora = data.get("lora") or {}
+    adapter = None if {"lora", "lora.init_from"} & named else lora.get("init_from")
+    if adapter:
+        lora["init_from"] = None  # it does not fit the smaller model
     if "model.from_hf" in named:  # an entire section
         named.add("model")
     data = check_keys(data)
@@ -101,7 +103,7 @@ def smoke_config(
         shrink("profile", steps=[])
     shrink("log", every=1, name=f"{config.log.name}-smoke")
     small = parse(data)
-    if unused := _unused_parts(config, small):
+    if unused := _unused_parts(config, small) + ([f"lora.init_from={format_value(adapter)}"] if adapter else []):
         line = f"note: --smoke does not use {', '.join(unused)}; keys named on the command line are kept"
         (warn or warn_on_stderr)(line)
     return small

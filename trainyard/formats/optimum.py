@@ -70,7 +70,7 @@ def open_optimum(path: str | Path, model: ModelConfig | None = None) -> NxdWeigh
 def _layout_facts(path: Path, model: ModelConfig) -> Iterator[tuple[str, object]]:
     """The fields of NxdLayout that a metadata file states."""
     try:
-        for module in _read_metadata(path).get("model_weight_transformation_specs", ()):
+        for module in read_metadata(path).get("model_weight_transformation_specs", ()):
             for kind, spec in module["specs"]:
                 context = f"{path}: {kind} of {module['module_fully_qualified_name']}"
                 if spec.get("peft_type") is not None:
@@ -105,7 +105,7 @@ def _attention_facts(context: str, spec: Mapping[str, Any], model: ModelConfig) 
     yield "qkv", "fused" if spec["fuse_qkv"] else "qkv_linear"
 
 
-def _read_metadata(path: Path) -> Mapping[str, Any]:
+def read_metadata(path: Path) -> Mapping[str, Any]:
     """The content of a metadata file. The .pt files of older versions are read if possible, else ignored."""
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else open_torch_file(path)

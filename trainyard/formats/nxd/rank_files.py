@@ -98,7 +98,7 @@ class NxdWeights(ShardedWeights):
 def open_nxd(path: Path, model: ModelConfig, hints: LayoutHints | None = None) -> NxdWeights:
     """Open the weights at `path`. `hints` are fields of NxdLayout that the user knows."""
     decoder, nxd_files, hints = require_nxd_model(model), _require_nxd(path), hints or {}
-    files = _read_rank_files(nxd_files)
+    files = read_rank_files(nxd_files)
     shapes = {rank: {name: tensor.shape for name, tensor in state.items()} for rank, state in files.items()}
     root = str(nxd_files.root)
     try:
@@ -177,13 +177,13 @@ def repack_nxd(path: Path, directory: Path, xser: bool) -> None:
     nxd_files = _require_nxd(path)
     ep = max(rank.ep for rank in nxd_files.files) + 1
     with _atomic_checkpoint(directory) as folder:
-        for rank, tensors in _read_rank_files(nxd_files).items():
+        for rank, tensors in read_rank_files(nxd_files).items():
             with _open_writers([folder / _rank_file_name(rank, ep)], xser, ep) as (writer,):
                 for name, tensor in tensors.items():
                     writer.add(name, tensor.read())
 
 
-def _read_rank_files(nxd_files: NxdFiles) -> dict[NxdRank, dict[str, LazyTensor]]:
+def read_rank_files(nxd_files: NxdFiles) -> dict[NxdRank, dict[str, LazyTensor]]:
     """The tensors of all files by rank and name. What the file of an expert-parallel rank leaves out is that of the
     first one, whose order it gets: NxD finds shared tensors of xser there by number."""
     files = {rank: _read_rank_file(file) for rank, file in nxd_files.files.items()}

@@ -38,6 +38,7 @@ from trainyard.formats.peft.adapter_config import (
     targeted_modules,
     write_options,
 )
+from trainyard.formats.peft.optimum_shards import ADAPTER_FOLDER, SHARDS_FOLDER, read_shards
 from trainyard.formats.tensor_map import StoredTensor, assemble, check_tensors
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -215,7 +216,9 @@ class Adapter:
 
 def find_adapter(path: Path) -> Path | None:
     """The folder of the adapter at `path`: itself, or that in a run. None: there is none."""
-    return next((each for each in (path, path / RUN_FOLDER) if (each / CONFIG_FILE).is_file()), None)
+    path = path.parent if path.name == SHARDS_FOLDER else path
+    folders = (path, path / RUN_FOLDER, path / ADAPTER_FOLDER)
+    return next((each for each in folders if (each / CONFIG_FILE).is_file()), None)
 
 
 def read_adapter(directory: str | Path) -> Adapter:
@@ -224,6 +227,8 @@ def read_adapter(directory: str | Path) -> Adapter:
     if root is None:
         raise UserError(f"{directory}: no adapter; expected PEFT's {CONFIG_FILE} in it")
     config = read_config(root)
+    if not (root / WEIGHTS_FILE).is_file() and (root / SHARDS_FOLDER).is_dir():
+        return Adapter(root, config, read_shards(root))
     if not (root / WEIGHTS_FILE).is_file():
         raise UserError(f"{root / WEIGHTS_FILE}: no such file; adapters are read from safetensors only")
     return Adapter(root, config, open_safetensors(root / WEIGHTS_FILE))

@@ -81,8 +81,8 @@ def lora_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
         check_choice(f"{PEFT}target_modules", module, LORA_MODULES, "qkv_proj")
     if {"qkv_proj", "gate_up_proj"} & set(modules):
         warnings.append(
-            f"{PEFT}target_modules={format_value(modules)}: NxDT has one A for a fused layer; here q, k, v, gate and up "
-            "have their own, as in PEFT"
+            f"{PEFT}target_modules={format_value(modules)}: NxDT has one A for a fused layer; here q, k, v, gate and "
+            "up have their own, as in PEFT"
         )
     return {
         "lora.rank": options["lora_rank"],

@@ -170,9 +170,7 @@ ALIGNMENT: dict[str, KeyRule] = {
     "peft.lora_bias": refuse("text", "biases are not trained with adapters; nearest: none", "none"),
     "peft.lora_verbose": ignore("bool", "the number of trained weights is always printed"),
     "peft.target_modules": maps_to("list", "lora.targets"),
-    "peft.load_lora_from_ckpt": refuse(
-        "bool", "adapters are PEFT's; nearest: false, and lora.init_from=ADAPTER", False
-    ),
+    "peft.load_lora_from_ckpt": refuse("bool", "adapters are PEFT's; nearest: lora.init_from=ADAPTER", False),
     "peft.save_lora_base": ignore("bool", "a checkpoint holds what is trained and names its base"),
     "peft.merge_lora": ignore("bool", MERGE, False),
     "peft.save_lora_config_adapter": ignore("bool", ADAPTER),
