@@ -13,14 +13,18 @@ from pyarrow import parquet
 from tests.support.chat_templates import FAMILIES, chat_tokenizer, write_tokenizer
 from tests.support.configs import tiny_config
 from trainyard.config.data_schema import DataSection
+from trainyard.config.smoke import smoke_config
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.formats.conversations import detect_format, read_conversation
 from trainyard.data.loading import conversation_samples
 from trainyard.data.loading.build import build_datasets
-from trainyard.data.loading.conversation_samples import open_conversations
+from trainyard.data.loading.conversation_samples import BUILT_IN_COUNT, chat_spec, open_conversations
+from trainyard.data.loading.demo_corpus import make_conversation
 from trainyard.data.loading.fingerprint import fingerprint_files
 from trainyard.data.loading.packing import PaddedSamples
+from trainyard.data.text.chat_encoder import chat_encoder
+from trainyard.data.text.chat_template import CHATML
 from trainyard.inference.generate import Prompt, generate_texts
 from trainyard.inference.load import InferenceOptions, load_for_inference
 from trainyard.inference.requests import SamplingOptions
@@ -247,13 +251,56 @@ def test_a_run_saves_the_tokens_that_end_answers_and_its_template(tmp_path: Path
     assert run_model_files(data, model, None, None)["chat_template.jinja"].decode() == template
 
 
+def test_built_in_conversations_end_their_turns_and_fit_a_smoke_trial() -> None:
+    data = DataSection(source="chat", seq_len=256)
+    documents = open_conversations(data, (), None)
+    assert documents.end_ids == (256,)
+    assert len(documents) == BUILT_IN_COUNT
+    tokens, trained = documents.document(1)
+    messages = make_conversation(1)
+    answers = [each["content"] for each in messages if each["role"] == "assistant"]
+    assert "".join(f"{answer}|" for answer in answers) == "".join(
+        "|" if token == 256 else chr(token) for token in tokens[trained].tolist()
+    )
+    assert chat_encoder(chat_spec(data, ())).files()["chat_template.jinja"].decode() == CHATML
+    assert "built-in conversations" in documents.source(0)
+    with pytest.raises(UserError, match=r"data.paths: missing.*data.tokenizer=bytes"):
+        open_conversations(data.model_copy(update={"tokenizer": "a.json"}), (), None)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_smoke_keeps_conversations_packing_and_adapters(own: bool) -> None:
+    config = tiny_config(
+        data={
+            "source": "chat",
+            "paths": "a.jsonl",
+            "packing": True,
+            "seq_len": 4096,
+            "tokenizer": "tok",
+            "chat": {"format": "input_output", "train_on": ["everything"]},
+        },
+        model={"max_positions": 4096},
+        lora={"rank": 8, "alpha": 3.0, "targets": ["q", "v"], "init_from": "adapter"},
+    )
+    notes: list[str] = []
+    small = smoke_config(config, 1, ["lora.rank=2", *(["data.paths=b.jsonl"] if own else [])], notes.append)
+    ((_, lora),) = small.model.linear.wrappers()
+    options: Any = lora
+    assert (options.rank, options.alpha, options.targets, options.init_from) == (2, 3.0, ("q", "v"), None)
+    assert "lora.init_from=adapter" in notes[0]
+    data = small.data
+    assert (data.source, data.packing, data.seq_len, data.chat.train_on) == ("chat", True, 256, ("everything",))
+    found = (data.paths, data.tokenizer, data.chat.format, data.chat.too_long)
+    assert found == ((("b.jsonl",), "tok", "input_output", "truncate") if own else ((), "bytes", "auto", "error"))
+
+
 @pytest.mark.nightly
 def test_a_model_answers_what_it_was_trained_to_answer(tmp_path: Path) -> None:
     answers = {"What is 2+2?": "It is four.", "Name a color.": "Blue, of course."}
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in answers.items()]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
     config = tiny_config(
-        data={"source": "chat", "paths": str(tmp_path / "a.jsonl"), "seq_len": 64, "tokenizer": "bytes"},
+        data={"source": "chat", "paths": str(tmp_path / "a.jsonl"), "seq_len": 96, "tokenizer": "bytes"},
         train={"steps": 150, "global_batch": 2},
         optimizer={"lr": 1e-2},
         schedule={"warmup_steps": 0},

@@ -84,7 +84,7 @@ def _linears(prefix: str, spec: Mapping[str, Any], shards: Shards, where: str) -
     if spec["fuse_axis"] not in (0, "column"):
         raise UserError(f"{where}: fuse_axis={spec['fuse_axis']} of {fused}; supported: 0")
     sizes = [size // spec["tp_size"] for size in spec["original_dims"]]
-    ranks = [part.split(sizes) for part in _take(shards, f"{fused}.lora_B.weight", spec)]
+    ranks = [torch.split(part, sizes) for part in _take(shards, f"{fused}.lora_B.weight", spec)]
     yield from _modules(
         prefix, fused, spec["linear_names"], [torch.cat(rows) for rows in zip(*ranks, strict=True)], shards, where
     )
@@ -96,7 +96,7 @@ def _attention(prefix: str, spec: Mapping[str, Any], shards: Shards, where: str)
 
     def in_order(rows: Tensor) -> Tensor:
         """Rows of the query heads: each replica of the key and value heads has its part of every group."""
-        return rows.unflatten(0, (replicas, kv_heads, -1)).transpose(0, 1).flatten(0, 2)
+        return rows.reshape(replicas, kv_heads, -1, rows.shape[1]).transpose(0, 1).flatten(0, 2)
 
     output = f"{prefix}{spec['output_projection_name']}.lora_A.weight"
     if output in shards:
@@ -107,7 +107,7 @@ def _attention(prefix: str, spec: Mapping[str, Any], shards: Shards, where: str)
     if spec["fuse_qkv"]:
         kv = spec["kv_output_size_per_partition"]
         parts = [
-            each.split([spec["q_output_size_per_partition"], kv, kv])
+            torch.split(each, [spec["q_output_size_per_partition"], kv, kv])
             for each in _take(shards, f"{fused}.lora_B.weight_qkv", spec)
         ]
         q, k, v = (torch.cat(rows) for rows in zip(*parts, strict=True))
