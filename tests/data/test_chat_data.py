@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.support.chat_templates import FAMILIES, chat_tokenizer, write_tokenizer
-from tests.support.configs import tiny_config
+from tests.support.configs import LLAMA, tiny_config
 from trainyard.config.data_schema import DataSection
 from trainyard.config.smoke import smoke_config
 from trainyard.core.constants import IGNORE_INDEX
@@ -279,7 +279,7 @@ def test_smoke_keeps_conversations_packing_and_adapters(own: bool) -> None:
             "tokenizer": "tok",
             "chat": {"format": "input_output", "train_on": ["everything"]},
         },
-        model={"max_positions": 4096},
+        model={**LLAMA, "max_positions": 4096},
         lora={"rank": 8, "alpha": 3.0, "targets": ["q", "v"], "init_from": "adapter"},
     )
     notes: list[str] = []
