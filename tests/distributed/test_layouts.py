@@ -55,6 +55,7 @@ QLORA = {**configs.LLAMA, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2}
 """Matrices that two ranks split into whole blocks of nf4."""
 NF4 = {"rank": 3, "base": "nf4"}
 LORA = {"rank": 3, "dora": True, "dropout": 0.2, "lr_ratio": 4.0, "train": ["norms"]}
+NOISE = {"embedding_noise": 5.0}
 
 USER_CODE = {
     "data": {"source": "tests.support.user_code:make_dataset"},
@@ -298,6 +299,13 @@ CASES = [
     deep_case(2, {"cp": 2}, QLORA, "nf4", lora=NF4),
     deep_case(2, {"zero": 3}, QLORA, "nf4", lora=NF4),
     deep_case(4, {"tp": 2, "zero": 2, **SP}, QLORA, "nf4", lora={**NF4, "dropout": 0.2}),
+    # noise of the embedding, which no layout changes
+    case(4, {"tp": 2, "cp": 2, **SP}, LLAMA, "noise", train=NOISE),
+    case(4, {"pp": 2, "zero": 1}, LLAMA, "noise", train={**NOISE, "micro_batch": 2}),
+    deep_case(2, {"tp": 2, **SP}, GPT, "noise", train=NOISE),
+    deep_case(2, {"zero": 3}, LLAMA, "noise", train={**NOISE, "micro_batch": 2}),
+    deep_case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, LLAMA, "noise", train=NOISE),
+    deep_case(2, {"tp": 2, **SP}, BERT, "noise", train=NOISE),
     # layers of several kinds
     case(2, {"tp": 2, **SP}, MIXED),
     deep_case(2, {"cp": 2}, MIXED),

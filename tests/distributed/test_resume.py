@@ -46,7 +46,7 @@ def configure(
     directory: Path, layout: str, family: str = "llama", layers: int = 4, **sections: dict[str, Any]
 ) -> Config:
     base: dict[str, Any] = {
-        "train": {"global_batch": 6, "micro_batch": 1, "steps": STEPS},
+        "train": {"global_batch": 6, "micro_batch": 1, "steps": STEPS, "embedding_noise": 5.0},
         "optimizer": {"eps": 1e-3, "lr": 1e-2},
         "schedule": {"warmup_steps": 3},
         "checkpoint": {"export_hf": False},

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.support import configs
-from tests.support.configs import tiny_batch
+from tests.support.configs import tiny_batch, tiny_model
 from tests.support.frozen_linear import frozen
 from trainyard import models
 from trainyard.config.schema import RecomputeSection
@@ -57,6 +58,26 @@ def test_dropout_keeps_the_mean(p: float) -> None:
     assert (y == 0).float().mean() == pytest.approx(p, abs=3e-3)
     assert y.mean() == pytest.approx(1.0, abs=5e-3)
     assert torch.equal(Dropout(p, "s", Kernels()).eval()(torch.ones(1, 16, 4), seeds([0])), torch.ones(1, 16, 4))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt", "bert"])
+def test_embedding_noise_is_that_of_neftune(family: str) -> None:
+    """The distribution of transformers' noise, in training only, another one at each step and position."""
+    model, batch = tiny_model(configs.tiny_config(family).model), tiny_batch(family)
+    batch["tokens"] = batch["tokens"].repeat(40, 1)
+    batch["sample_ids"] = torch.arange(120, dtype=torch.int32)
+    table = torch.nn.Embedding(1, 32)
+    table.neftune_noise_alpha = 5.0
+    plain, other_step = model.embed_tokens(batch), {**batch, "rng_key": torch.ones(2, dtype=torch.int32)}
+    theirs = neftune_post_forward_hook(table, (), torch.zeros_like(plain))
+    model.noise_bound = 5.0 / (24 * 32) ** 0.5
+    noise = model.embed_tokens(batch) - plain
+    assert noise.abs().max() == pytest.approx(theirs.abs().max().item(), rel=1e-3)
+    assert noise.std() == pytest.approx(theirs.std().item(), rel=2e-2)
+    assert noise.mean().abs() < 4 * theirs.std() / noise.numel() ** 0.5
+    rows = torch.cat([noise.flatten(0, 1), (model.embed_tokens(other_step) - plain).flatten(0, 1)])
+    assert len({tuple(row) for row in rows[:, :3].tolist()}) == len(rows)
+    assert torch.equal(model.eval().embed_tokens(batch), plain)
 
 
 def test_attention_dropout_follows_global_heads_and_keeps_the_mean() -> None:

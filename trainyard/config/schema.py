@@ -47,6 +47,9 @@ class TrainSection(Section):
     loss: Annotated[str, NameOrPath(registry=LOSSES, example="my_module:my_function")] | None = None
     """A loss by name, a subclass of trainyard.Loss, or a user function, which takes (output, batch) and returns
     (sum, count). Default: the loss of the family."""
+    embedding_noise: float = Field(0.0, ge=0)
+    """Add noise to the embedded tokens while training (NEFTune): uniform, up to this number / sqrt(data.seq_len x
+    model.hidden). 5 is usual for fine-tuning."""
     callbacks: Annotated[tuple[FunctionPath, ...], Strict(False), ONE_OR_MORE] = ()
     """User callbacks, `module:Class`: subclasses of trainyard.Callback, made without arguments on every rank."""
     max_skipped_steps: PositiveInt = 5

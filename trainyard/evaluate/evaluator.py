@@ -99,7 +99,7 @@ class Evaluator:
         self.context = context = build.build_rank_context(model, config.device, self.device, self.mesh)
         self.loss_fn = build.build_loss(config.train.loss, None, model, precision, context, compile_fn)
         self.metrics = build.build_metrics(config.evaluate.metrics, None, self.loss_fn)
-        self.models = build.build_stages(model, precision, context, config.data.seq_len, config.train.global_batch)
+        self.models = build.build_stages(model, precision, context, config.data.seq_len, config.train)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         self._load(weights)
         self.padding_free = packs_batches(config.model, self.layout, context.kernels.has_varlen_attention)

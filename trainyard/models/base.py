@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
 from trainyard.families.blueprint import Blueprint
-from trainyard.models.layers import OutputProjection, token_seeds
+from trainyard.models.layers import (
+    OutputProjection,
+    VocabEmbedding,
+    add_uniform_noise,
+    dropout_site,
+    token_seeds,
+)
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.layout import StageSpec
@@ -55,6 +61,9 @@ class TransformerStage(nn.Module):
 
     layers: nn.ModuleDict
     """Blocks by layer index. Keys stay global when a pipeline stage deletes the layers of other stages."""
+    embedding: VocabEmbedding
+    """Of tokens; deleted by pipeline stages that do not need it."""
+    noise_site: Tensor
     tp_rank: Tensor
     """The tensor-parallel and context-parallel ranks are buffers, so that all ranks share one compiled graph."""
     cp_rank: Tensor
@@ -67,9 +76,12 @@ class TransformerStage(nn.Module):
         """Longest sequence of a packed batch; whoever packs batches sets it before the first one."""
         self.seeds_linears = False
         """True if linear layers drop elements of their input (`seed_linears`)."""
+        self.noise_bound = 0.0
+        """Largest absolute value of the noise that training adds to the embedded tokens."""
         self.pre_layer_hook: Callable[[str], None] = lambda layer: None
         """Called with "first" before the embedding, with the layer index before each block and with "last" before the
         head. ZeRO-1 sets it to wait for weights that are still being gathered."""
+        self.register_buffer("noise_site", dropout_site("embedding.noise"), persistent=False)
         self.register_buffer("tp_rank", torch.tensor(self.tp.rank, dtype=torch.int32), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
 
@@ -80,6 +92,13 @@ class TransformerStage(nn.Module):
     def embed(self, batch: Batch, *block_inputs: Any) -> Tensor:
         """Activations [B, T, D] of the first block."""
         raise NotImplementedError
+
+    def embed_tokens(self, batch: Batch) -> Tensor:
+        """The embedded tokens of this rank, in training with noise (NEFTune); `embed` begins with them."""
+        x_BTD = self.embedding(batch["tokens"])
+        if not (self.training and self.noise_bound):
+            return x_BTD
+        return add_uniform_noise(x_BTD, self.noise_bound, self.dropout_seeds(batch)[1], self.noise_site)
 
     def pack_input(self, x_BTD: Tensor) -> Any:
         """The input of a stage's first block: stages exchange one tensor, blocks may exchange several."""

@@ -70,7 +70,7 @@ class Bert(TransformerStage):
     def embed(self, batch: Batch, seeds: RowSeeds, local_seeds: RowSeeds, documents_BT: Documents) -> Tensor:
         ids = self.token_positions(batch), batch["segment_ids"]
         position, segment = (self.tp.local_tokens(x, self.tp_rank) for x in ids)
-        x_BTD = self.embedding(batch["tokens"]) + self.position(position) + self.segment(segment)
+        x_BTD = self.embed_tokens(batch) + self.position(position) + self.segment(segment)
         return self.dropout(self.embedding_norm(x_BTD)[1], local_seeds)
 
     def pack_input(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:

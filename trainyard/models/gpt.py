@@ -76,7 +76,7 @@ class Gpt(TransformerStage):
     def embed(self, batch: Batch, seeds: RowSeeds, local_seeds: RowSeeds, documents_BT: Tensor | None) -> Tensor:
         position = batch["position_ids"] if "position_ids" in batch else self.token_positions(batch)
         position = self.tp.local_tokens(position, self.tp_rank)
-        return self.dropout(self.embedding(batch["tokens"]) + self.position(position), local_seeds)
+        return self.dropout(self.embed_tokens(batch) + self.position(position), local_seeds)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
         return self.make_output(self.norm(x_BTD)[1], self.output, tokens_sharded=self.tp.sequence_parallel)

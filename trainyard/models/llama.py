@@ -99,7 +99,7 @@ class Llama(TransformerStage):
         return *self.kernels.rope_angles(position, self.frequency), batch.get("document_ids")
 
     def embed(self, batch: Batch, *block_inputs: Tensor | None) -> Tensor:
-        return self.embedding(batch["tokens"])
+        return self.embed_tokens(batch)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
         return self.make_output(self.norm(x_BTD)[1], self.output, tokens_sharded=self.tp.sequence_parallel)

@@ -108,9 +108,7 @@ class TrainSetup:
         for data in (config.data, *sets.values()):
             check_same_versions(data, mesh)
         logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
-        self.models = build.build_stages(
-            config.model, config.precision, context, config.data.seq_len, config.train.global_batch
-        )
+        self.models = build.build_stages(config.model, config.precision, context, config.data.seq_len, config.train)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         resuming = self.resumed is not None
         self.base = None

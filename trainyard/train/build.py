@@ -130,7 +130,7 @@ def build_loaders(
 
 
 def build_stages(
-    model: models.ModelConfig, precision: PrecisionSection, context: RankContext, seq_len: int, global_batch: int
+    model: models.ModelConfig, precision: PrecisionSection, context: RankContext, seq_len: int, train: TrainSection
 ) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
     device, mesh = context.device, context.mesh
@@ -156,7 +156,8 @@ def build_stages(
     ]
     for stage in stages:
         stage.max_seq_len = seq_len
-        stage.configure_experts(global_batch, device.kind.has_grouped_gemm)
+        stage.noise_bound = train.embedding_noise / (seq_len * model.hidden) ** 0.5
+        stage.configure_experts(train.global_batch, device.kind.has_grouped_gemm)
     return stages
 
 

@@ -2,7 +2,7 @@
 
 from trainyard.models.layers.activation import BiasGelu, SwiGLU
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
-from trainyard.models.layers.dropout import Dropout, token_seeds
+from trainyard.models.layers.dropout import Dropout, add_uniform_noise, dropout_site, token_seeds
 from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding, rope_frequencies
 from trainyard.models.layers.norm import LayerNorm, RMSNorm
 from trainyard.parallel.tensor_parallel import Linear
@@ -19,6 +19,8 @@ __all__ = [
     "RMSNorm",
     "SwiGLU",
     "VocabEmbedding",
+    "add_uniform_noise",
+    "dropout_site",
     "rope_frequencies",
     "token_seeds",
 ]

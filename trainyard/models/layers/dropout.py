@@ -1,10 +1,10 @@
-"""Dropout whose mask is a function of (seed, step, site, global element index), so that no layout changes it."""
+"""Dropout and noise that are functions of (seed, step, site, global element index), so that no layout changes them."""
 
 import torch
 from torch import Tensor, nn
 
 from trainyard.core.batch import Batch
-from trainyard.core.counter_rng import DropoutRng, RowSeeds, key32, row_seeds
+from trainyard.core.counter_rng import DropoutRng, RowSeeds, element_bits, key32, row_seeds
 from trainyard.kernels.reference import Kernels
 
 
@@ -17,6 +17,13 @@ def token_seeds(batch: Batch, position_T: Tensor) -> RowSeeds:
 def dropout_site(name: str) -> Tensor:
     """The id of a dropout site. It is a buffer of the module, not a constant, so that blocks share a compiled graph."""
     return torch.tensor(key32("dropout", name)[0], dtype=torch.int32)
+
+
+def add_uniform_noise(x_BTD: Tensor, bound: float, seeds: RowSeeds, site: Tensor) -> Tensor:
+    """x plus a random number between -bound and bound for each element."""
+    column = torch.arange(x_BTD.shape[-1], dtype=torch.int32, device=x_BTD.device)
+    bits = element_bits((seeds.seed0[..., None], seeds.seed1[..., None]), site, column)
+    return x_BTD + (bits.float() * (bound * 2.0**-31)).to(x_BTD.dtype)
 
 
 class Dropout(nn.Module):
