@@ -60,6 +60,7 @@ def test_dropout_keeps_the_mean(p: float) -> None:
     assert torch.equal(Dropout(p, "s", Kernels()).eval()(torch.ones(1, 16, 4), seeds([0])), torch.ones(1, 16, 4))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt", "bert"])
 def test_embedding_noise_is_that_of_neftune(family: str) -> None:
     """The distribution of transformers' noise, in training only, another one at each step and position."""

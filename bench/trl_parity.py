@@ -1,0 +1,262 @@
+"""Loss and gradients of fine-tuning next to those of TRL's SFTTrainer with PEFT: same records, same weights.
+
+    python -m venv trl && trl/bin/pip install torch trl peft
+    python bench/trl_parity.py --trl trl/bin/python [--out FILE] [--values FILE]
+
+TRL runs in its own environment. It trains one step on all records of a case and writes the gradients before the update,
+the adapters that it started from, and a random model. trainyard reads both folders and trains the same step in fp32.
+--values writes a summary of TRL's gradients, with which tests/train/test_trl.py compares without TRL.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+        {%- if not loop.last %}{{ '\\n' }}{% endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Nothing follows the last answer: of a completion of messages, TRL also trains what follows the end of its turn."""
+TALKS = [
+    ["Hello", "Hi, what can I do?"],
+    ["Name a color.", "Blue.", "Another one?", "Red, or green, or any that you can think of."],
+    ["2+2?", "4"],
+    ["Say nothing.", "."],
+    ["Who wrote this?", "A test did.", "Why?", "To compare.", "With what?", "With TRL."],
+    ["Count to five.", "One, two, three, four, five."],
+]
+MESSAGES = [
+    {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(talk)]}
+    for talk in TALKS
+]
+TEXTS = [{"prompt": f"{talk[0]}\n", "completion": talk[1]} for talk in TALKS]
+TURNS = [{"prompt": each["messages"][:-1], "completion": each["messages"][-1:]} for each in MESSAGES]
+SEQ_LEN = 144
+CASES: dict[str, dict[str, Any]] = {
+    "assistant only": {"records": MESSAGES, "assistant": True},
+    "completion only, text": {"records": TEXTS},
+    "completion only, messages": {"records": TURNS},
+    "gradient accumulation": {"records": MESSAGES, "assistant": True, "micro_batch": 1},
+    "packing": {"records": MESSAGES, "assistant": True, "packing": True},
+    "LoRA": {"records": MESSAGES, "assistant": True, "lora": {}},
+    "rsLoRA": {"records": MESSAGES, "assistant": True, "lora": {"use_rslora": True}},
+    "DoRA": {"records": MESSAGES, "assistant": True, "lora": {"use_dora": True}},
+    "LoRA, packing": {"records": MESSAGES, "assistant": True, "packing": True, "lora": {}},
+}
+"""`micro_batch` defaults to all records, and `lora` has options of PEFT besides those in LORA."""
+LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
+OUR_OPTIONS = {"use_rslora": "rank_stabilized", "use_dora": "dora"}
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def write_model(directory: Path) -> None:
+    """A random Llama and a tokenizer of bytes, the same with every version of every library."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    fast = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast.add_special_tokens(specials)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokens), **SIZES, **ids))
+    for name, parameter in model.named_parameters():
+        mean = 1.0 if "norm" in name else 0.0
+        parameter.data = mean + 0.1 * random_values(name, parameter.shape)
+    model.save_pretrained(directory)
+
+
+def random_values(name: str, shape: Any) -> Tensor:
+    values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(tuple(shape))
+    return torch.from_numpy(values).float()
+
+
+def stored_name(name: str) -> str:
+    """The name of a parameter of PEFT in its files."""
+    return name.replace(".default", "").replace(".base_layer", "").replace("vector.weight", "vector")
+
+
+def write_adapter(model: Any, directory: Path, options: dict[str, Any]) -> Any:
+    """`model` with an adapter of PEFT that is random in all its parts, and the adapter's folder."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(**LORA, **options))
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            noise = 0.1 * random_values(stored_name(name), parameter.shape)
+            parameter.data = parameter.data * (1 + noise) if "magnitude" in name else noise
+    adapted.save_pretrained(directory)
+    return adapted
+
+
+def run_trl(work: Path) -> None:
+    """Loss and gradients of every case by TRL, in a process of its own environment."""
+    import accelerate
+    import peft
+    import transformers
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    write_model(work / "model")
+    losses = {}
+    for name, case in CASES.items():
+        model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+        if "lora" in case:
+            model = write_adapter(model, work / "adapters" / name, case["lora"])
+        gradients: dict[str, Tensor] = {}
+        micro_losses: list[float] = []
+
+        class Recorder(TrainerCallback):
+            def on_pre_optimizer_step(self, *args: Any, model: Any, gradients: Any = gradients, **kwargs: Any) -> None:
+                assert not gradients, "more than one step"
+                trained = ((key, each.grad) for key, each in model.named_parameters() if each.requires_grad)
+                gradients |= {stored_name(key): gradient.clone() for key, gradient in trained}
+
+        class Trainer(trl.SFTTrainer):
+            def compute_loss(self, *args: Any, micro_losses: list[float] = micro_losses, **kwargs: Any) -> Any:
+                loss = super().compute_loss(*args, **kwargs)
+                micro_losses.append(float(loss))
+                return loss
+
+        records, micro_batch = case["records"], case.get("micro_batch", 2 if "packing" in case else len(TALKS))
+        arguments = trl.SFTConfig(
+            output_dir=str(work / "trl"),
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=len(records) // micro_batch,
+            num_train_epochs=1,
+            max_length=SEQ_LEN,
+            packing="packing" in case,
+            assistant_only_loss="assistant" in case,
+            max_grad_norm=0.0,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(work / "model")
+        data = Dataset.from_list(records)
+        Trainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Recorder()]).train()
+        save_file({key: value.contiguous() for key, value in gradients.items()}, work / f"{name}.safetensors")
+        losses[name] = sum(micro_losses)
+    versions = {each.__name__: each.__version__ for each in (trl, peft, transformers, accelerate, torch)}
+    (work / "losses.json").write_text(json.dumps({"versions": versions, "losses": losses}))
+
+
+def train_ours(work: Path, name: str) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a case, the latter by the names of transformers and PEFT."""
+    from trainyard.config.load import parse
+    from trainyard.data.loading.build import build_datasets
+    from trainyard.formats.hf import stored_tensors
+    from trainyard.formats.peft.adapter import adapter_tensors
+    from trainyard.preflight.verify import record_training
+
+    case = CASES[name]
+    path = work / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in case["records"]))
+    sections: dict[str, Any] = {
+        "model": {"from_hf": str(work / "model")},
+        "checkpoint": {"init_from": str(work / "model"), "export_hf": False},
+        "data": {
+            "source": "chat",
+            "paths": [str(path)],
+            "tokenizer": str(work / "model"),
+            "seq_len": SEQ_LEN,
+            "packing": "packing" in case,
+        },
+        "train": {"steps": 1, "global_batch": 1},
+        "log": {"loggers": []},
+        "device": {"name": "cpu"},
+    }
+    if "lora" in case:
+        chosen = {OUR_OPTIONS[option]: value for option, value in case["lora"].items()}
+        folder = str(work / "adapters" / name)
+        sections["lora"] = {"rank": LORA["r"], "alpha": LORA["lora_alpha"], **chosen, "init_from": folder}
+    samples = len(build_datasets(parse(sections)).train)
+    micro_batch = 1 if samples % 2 else 2
+    sections["train"] |= {"global_batch": samples, "micro_batch": case.get("micro_batch", micro_batch)}
+    config = parse(sections)
+    record = record_training(config, 1)
+    (found,) = record.gradients
+    stored = adapter_tensors(config.model).stored if "lora" in case else stored_tensors(config.model)
+    return record.losses[0], {each.name: torch.cat([found[piece.name] for piece in each.slices]) for each in stored}
+
+
+def summary(gradients: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Two numbers for each tensor: its norm, and its product with a random tensor of norm 1."""
+    numbers = {}
+    for name, gradient in gradients.items():
+        direction = random_values(f"direction of {name}", gradient.shape).double()
+        product = (gradient.double() * direction).sum() / direction.norm()
+        numbers[name] = [float(f"{value:.8g}") for value in (gradient.double().norm(), product)]
+    return numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--trl", type=Path, default="trl/bin/python", help="Python of an environment with TRL and PEFT")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "trl-parity.json")
+    parser.add_argument("--values", type=Path, help="write losses and summaries of gradients here")
+    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.reference:
+        run_trl(options.reference)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        subprocess.run([options.trl, __file__, "--reference", work], check=True)
+        reference = json.loads((work / "losses.json").read_text())
+        results, values = {}, {}
+        for name in CASES:
+            theirs = load_file(work / f"{name}.safetensors")
+            loss, gradients = train_ours(work, name)
+            assert gradients.keys() == theirs.keys(), gradients.keys() ^ theirs.keys()
+            worst = max(float((gradients[key] - each).abs().max() / each.abs().max()) for key, each in theirs.items())
+            expected = reference["losses"][name]
+            results[name] = {
+                "loss": expected,
+                "loss_difference": float(f"{abs(loss / expected - 1):.2e}"),
+                "gradient_difference": float(f"{worst:.2e}"),
+                "tensors": len(theirs),
+            }
+            values[name] = {"loss": expected, "gradients": summary(theirs)}
+            print(f"{name}: {results[name]}", flush=True)
+    options.out.write_text(json.dumps({"versions": reference["versions"], "cases": results}, indent=2) + "\n")
+    if options.values:
+        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
+        options.values.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
