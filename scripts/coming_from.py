@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trainyard.config.foreign_keys import HF_TRAINER, TORCHTITAN, Rows
+from trainyard.config.foreign_keys import AXOLOTL, HF_TRAINER, TORCHTITAN, TRL, Rows
 from trainyard.core.yaml_io import format_value
 from trainyard.importers.key_table import KeyRule
 from trainyard.importers.megatron.keys import MEGATRON_FLAGS
@@ -79,6 +79,8 @@ TABLES = {
     "nxd-training.md": lambda: nxdt_tables(),
     "megatron-lm.md": lambda: key_tables(MEGATRON_FLAGS, "--"),
     "hf-trainer.md": lambda: row_tables(HF_TRAINER, "TrainingArguments", ""),
+    "trl.md": lambda: row_tables(TRL, "TRL and PEFT", ""),
+    "axolotl.md": lambda: row_tables(AXOLOTL, "Axolotl", ""),
     "torchtitan.md": lambda: row_tables(TORCHTITAN, "torchtitan", "--"),
 }
 

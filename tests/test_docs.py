@@ -55,7 +55,9 @@ def test_reference_pages_are_current() -> None:
         assert page() == (DOCS / "reference" / name).read_text(), "run: python scripts/reference.py"
 
 
-@pytest.mark.parametrize("name", ["nxd-training.md", "megatron-lm.md", "hf-trainer.md", "torchtitan.md"])
+@pytest.mark.parametrize(
+    "name", ["nxd-training.md", "megatron-lm.md", "hf-trainer.md", "trl.md", "axolotl.md", "torchtitan.md"]
+)
 def test_tables_of_foreign_keys_are_current(name: str) -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "coming_from.py"))
     assert script["with_tables"](name) == (DOCS / "coming-from" / name).read_text(), (

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support import configs
 from trainyard.config.errors import KEYS_COMMAND, suggest_key
-from trainyard.config.foreign_keys import COMMON, HF_TRAINER, OLMO_CORE, TORCHTITAN
+from trainyard.config.foreign_keys import AXOLOTL, COMMON, HF_TRAINER, OLMO_CORE, TORCHTITAN, TRL
 from trainyard.config.load import parse
 from trainyard.config.schema_docs import schema_keys, without_tags
 from trainyard.core.errors import UserError
@@ -126,6 +126,29 @@ NEAREST = {
     "max_duration": "train.steps",
     "save_folder": "checkpoint.directory",
     "train_module.max_sequence_length": "data.seq_len",
+    # TRL, PEFT and Axolotl
+    "assistant_only_loss": "data.chat.train_on=assistant",
+    "completion_only_loss": "data.chat.train_on=completion",
+    "data.max_length": "data.seq_len",
+    "packing_strategy": "data.packing",
+    "lora.r": "lora.rank",
+    "lora.lora_alpha": "lora.alpha",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora.target_modules": "lora.targets",
+    "lora_target_modules": "lora.targets",
+    "modules_to_save": "lora.train",
+    "use_dora": "lora.dora",
+    "lora.use_rslora": "lora.rank_stabilized",
+    "neftune_noise_alpha": "train.embedding_noise",
+    "base_model": "model.from_hf and checkpoint.init_from",
+    "sequence_len": "data.seq_len",
+    "sample_packing": "data.packing",
+    "roles_to_train": "data.chat.train_on",
+    "val_set_size": "data.validation_fraction",
+    "lora_target_linear": "lora.targets=all-linear",
+    "adapter": "lora.rank",
 }
 INSTEAD = {
     "layout.dp": "start more ranks with --nproc",
@@ -168,7 +191,7 @@ def test_nothing_is_suggested_for_an_unknown_name(key: str) -> None:
 
 def test_keys_of_the_tables_exist() -> None:
     keys = {without_tags(doc.name) for doc in schema_keys()} | {"model.from_hf"}
-    tables = (COMMON, *HF_TRAINER.values(), *TORCHTITAN.values(), OLMO_CORE)
+    tables = (COMMON, *HF_TRAINER.values(), *TORCHTITAN.values(), OLMO_CORE, *TRL.values(), *AXOLOTL.values())
     for name, (ours, note) in (row for table in tables for row in table.items()):
         targets = [target.partition("=")[0] for target in filter(None, ours.split(", "))]
         assert all(target in keys or target.startswith("trainyard ") for target in targets), name

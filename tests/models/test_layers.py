@@ -67,9 +67,13 @@ def test_embedding_noise_is_that_of_neftune(family: str) -> None:
     model, batch = tiny_model(configs.tiny_config(family).model), tiny_batch(family)
     batch["tokens"] = batch["tokens"].repeat(40, 1)
     batch["sample_ids"] = torch.arange(120, dtype=torch.int32)
+    batch["rng_key"] = torch.tensor(key32("step", 1), dtype=torch.int32)
     table = torch.nn.Embedding(1, 32)
     table.neftune_noise_alpha = 5.0
-    plain, other_step = model.embed_tokens(batch), {**batch, "rng_key": torch.ones(2, dtype=torch.int32)}
+    plain, other_step = (
+        model.embed_tokens(batch),
+        {**batch, "rng_key": torch.tensor(key32("step", 2), dtype=torch.int32)},
+    )
     theirs = neftune_post_forward_hook(table, (), torch.zeros_like(plain))
     model.noise_bound = 5.0 / (24 * 32) ** 0.5
     noise = model.embed_tokens(batch) - plain

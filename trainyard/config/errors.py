@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 
 from pydantic_core import ErrorDetails
 
-from trainyard.config.foreign_keys import COMMON, HF_TRAINER, OLMO_CORE, TORCHTITAN
+from trainyard.config.foreign_keys import AXOLOTL, COMMON, HF_TRAINER, OLMO_CORE, TORCHTITAN, TRL
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import allowed_values, field_docstrings, schema_keys, tagged_unions, without_tags
 from trainyard.core.section import Section
@@ -261,7 +261,7 @@ def _by_last_part() -> dict[str, ForeignKey]:
 
 
 def _rows_of_tables() -> Iterator[tuple[str, ForeignKey]]:
-    for rows in (COMMON, *HF_TRAINER.values(), *TORCHTITAN.values(), OLMO_CORE):
+    for rows in (COMMON, *HF_TRAINER.values(), *TORCHTITAN.values(), OLMO_CORE, *TRL.values(), *AXOLOTL.values()):
         for names, (keys, note) in rows.items():
             for name in names.split():
                 yield name, ForeignKey(tuple(filter(None, keys.split(", "))), note)

@@ -86,7 +86,8 @@ HF_TRAINER: Mapping[str, Rows] = {
         "warmup_steps": ("schedule.warmup_steps", "steps, not a fraction"),
         "lr_scheduler_kwargs": ("schedule.min_lr, schedule.decay_steps", ""),
         "seed data_seed": ("train.seed", ""),
-        "label_smoothing_factor neftune_noise_alpha": ("train.loss", "your own function"),
+        "label_smoothing_factor": ("train.loss", "your own function"),
+        "neftune_noise_alpha": ("train.embedding_noise", ""),
         "average_tokens_across_devices": ("", "always: the loss is a mean over the tokens of the global batch"),
     },
     "Precision, memory and speed": {
@@ -125,6 +126,93 @@ HF_TRAINER: Mapping[str, Rows] = {
     },
 }
 """`TrainingArguments` of transformers 5."""
+TRL: Mapping[str, Rows] = {
+    "Data (SFTConfig)": {
+        "max_length": ("data.seq_len", "a longer record is an error; truncate or drop: data.chat.too_long"),
+        "truncation_mode": ("data.chat.too_long=truncate", "the end is cut off"),
+        "packing": ("data.packing", ""),
+        "packing_strategy": ("data.packing", "best fit, every record whole; bfd in TRL"),
+        "padding_free": ("data.packing=true", "attention stays within a record on every device"),
+        "eval_packing": ("data.packing", "the same for training and evaluation"),
+        "assistant_only_loss": (
+            "data.chat.train_on=assistant",
+            "the default, for templates without generation tags too",
+        ),
+        "completion_only_loss": ("data.chat.train_on=completion", "the default for prompts with completions"),
+        "chat_template_path": ("data.chat.template", "a file with Jinja; the tokenizer's is used as it is"),
+        "eos_token": ("data.end_of_text", "for prompts and completions that are text; otherwise the template decides"),
+        "dataset_text_field": ("data.source=text", "JSON lines with text"),
+        "dataset_num_proc": ("", "all cores tokenize"),
+        "shuffle_dataset": ("train.seed", "records are always shuffled"),
+        "pad_to_multiple_of": ("data.seq_len", "all samples have this length"),
+        "loss_type": ("train.loss", "your own function"),
+        "activation_offloading": ("recompute.kind=full", ""),
+    },
+    "Adapters (LoraConfig, ModelConfig)": {
+        "use_peft": ("lora.rank", "a section lora makes adapters"),
+        "r lora_r lora_rank": ("lora.rank", ""),
+        "lora_alpha": ("lora.alpha", ""),
+        "lora_dropout": ("lora.dropout", ""),
+        "target_modules lora_target_modules": ("lora.targets", "all-linear, or q, k, v, output, gate, up, down"),
+        "modules_to_save lora_modules_to_save": ("lora.train", "embedding, norms, head"),
+        "use_rslora": ("lora.rank_stabilized", ""),
+        "use_dora": ("lora.dora", ""),
+        "init_lora_weights": ("lora.init_from", "the folder of an adapter; by default its update is zero"),
+        "exclude_modules layers_to_transform rank_pattern alpha_pattern": ("lora.targets", "one rank for all of them"),
+        "lora_bias": ("", "biases of adapters do not exist; nearest: leave it out"),
+        "loraplus_lr_ratio": ("lora.lr_ratio", "LoRA+"),
+    },
+}
+"""`SFTConfig` and `ModelConfig` of TRL 1.16, `LoraConfig` of PEFT 0.21; the rest are `TrainingArguments`."""
+AXOLOTL: Mapping[str, Rows] = {
+    "Model and data": {
+        "base_model": ("model.from_hf, checkpoint.init_from", "sizes, and weights"),
+        "tokenizer_config": ("data.tokenizer", "by default name the model"),
+        "datasets": ("data.source=chat, data.paths", "the format of a record is recognized: data.chat.format"),
+        "chat_template chat_template_jinja": ("data.chat.template", "by default the tokenizer's"),
+        "roles_to_train train_on_inputs": (
+            "data.chat.train_on",
+            "assistant; or a list of roles, completion, everything",
+        ),
+        "train_on_eos train_on_eot": ("data.chat.train_on", "the token that ends a trained turn is always trained"),
+        "val_set_size": ("data.validation_fraction", ""),
+        "sequence_len": ("data.seq_len", ""),
+        "excess_length_strategy": ("data.chat.too_long", "error, truncate, drop"),
+        "sample_packing": ("data.packing", "attention stays within a record"),
+        "eval_sample_packing": ("data.packing", "the same for training and evaluation"),
+        "pad_to_sequence_len": ("data.seq_len", "always: all samples have this length"),
+        "tokens": ("model.new_tokens", ""),
+        "dataset_prepared_path": ("", "tokens are cached by the contents of files, template and tokenizer"),
+    },
+    "Adapters": {
+        "adapter": ("lora.rank", "a section lora makes adapters"),
+        "lora_r": ("lora.rank", ""),
+        "lora_target_linear": ("lora.targets=all-linear", "the default"),
+        "lora_modules_to_save": ("lora.train", "embedding, norms, head"),
+        "lora_model_dir": ("lora.init_from", "the folder of an adapter"),
+        "peft_use_rslora": ("lora.rank_stabilized", ""),
+        "peft_use_dora": ("lora.dora", ""),
+        "loraplus_lr_ratio": ("lora.lr_ratio", ""),
+        "merge_lora": ("trainyard convert", "RUN DST --merge"),
+    },
+    "Training": {
+        "micro_batch_size": ("train.micro_batch", ""),
+        "gradient_accumulation_steps": ("train.global_batch", "the accumulation follows"),
+        "num_epochs": ("train.steps", STEPS),
+        "learning_rate": ("optimizer.lr", ""),
+        "optimizer": ("optimizer.kind", "adamw, lamb, muon, or your own class"),
+        "lr_scheduler": ("schedule.kind", "cosine is the default, in both"),
+        "warmup_ratio warmup_steps": ("schedule.warmup_steps", "steps, not a fraction"),
+        "cosine_min_lr_ratio": ("schedule.min_lr", "absolute, not a factor on the peak"),
+        "neftune_noise_alpha": ("train.embedding_noise", ""),
+        "saves_per_epoch evals_per_epoch": ("checkpoint.every, evaluate.every", "steps"),
+        "flash_attention xformers_attention sdp_attention": ("device.attention", ""),
+        "gradient_checkpointing": ("recompute.kind=full", ""),
+        "context_parallel_size": ("layout.cp", ""),
+        "special_tokens": ("", "those of the tokenizer; new ones: model.new_tokens"),
+    },
+}
+"""Axolotl 0.21."""
 TORCHTITAN: Mapping[str, Rows] = {
     "Model, data and batch": {
         "model.name model.flavor": ("model.family, model.from_hf", "llama3: llama; qwen3: qwen3, qwen3_moe"),

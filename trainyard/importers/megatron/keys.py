@@ -133,7 +133,7 @@ REFUSED: dict[str, KeyRule] = {
     "train-data-path": refuse("words", SEPARATE_SETS + "--data-path"),
     "valid-data-path test-data-path": refuse("words", SEPARATE_SETS + "--split"),
     "no-save-optim": refuse("switch", "checkpoints always include the optimizer state" + LEAVE_OUT),
-    "lora-rank": refuse("int", "all weights are trained" + LEAVE_OUT),
+    "lora-rank": refuse("int", "adapters are a section of their own; nearest: lora.rank, in the imported file"),
     "exit-interval": refuse("int", "a run ends after train.steps; nearest: a smaller --train-iters"),
 }
 IGNORED: dict[str, KeyRule] = {
