@@ -45,33 +45,33 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 5050,
+    "cli": 5060,
     "cluster": 2200,
     "compat": 450,
-    "config": 1340,
+    "config": 1430,
     "core": 930,
     "dashboard": 1300,
     "data": 3700,
     "devices": 1600,
     "evaluate": 650,
     "families": 1380,
-    "formats": 4050,
-    "importers": 2050,
+    "formats": 4150,
+    "importers": 2150,
     "inference": 2650,
     "kernels": 3100,
     "launch": 550,
     "metrics": 1600,
-    "models": 1250,
-    "parallel": 1450,
+    "models": 1280,
+    "parallel": 1510,
     "preflight": 4200,
     "prepare": 2200,
     "remote": 2900,
     "run": 2700,
-    "train": 2400,
+    "train": 2450,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 18_000
+SPINE_BUDGET = 18_250
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150
