@@ -4,7 +4,7 @@
 
 Random adapters of rank 16 on all linear layers; prompts of 64 tokens, 128 new ones, greedy. The engines take turns: the
 base without adapters; with 1 and with 4 adapters, which the sequences of a batch use in turn with the base; and one
-that runs the adapter as part of the model (`generate --adapter`). cpu: a Llama of 15 million weights in fp32, compiled,
+that runs the adapter as part of the model (`generate --adapter`). cpu: a Llama of 15 million weights in fp32,
 8 sequences. cuda: the shape of DeepSeek-Coder 1.3B in bf16, 32 sequences. The time includes the prompts.
 """
 
@@ -78,8 +78,7 @@ def main() -> None:
             write_adapter(Path(path), RandomAdapter(base), base=f"{directory}/base")
 
         def load(**adapters: Any) -> InferenceModel:
-            compiled = device == "cpu"
-            options = InferenceOptions(device, max_batch=BATCH[device], max_seq_len=512, compiled=compiled, **adapters)
+            options = InferenceOptions(device, max_batch=BATCH[device], max_seq_len=512, **adapters)
             return load_for_inference(f"{directory}/base", options)
 
         engines = {"base": (load(), 0), "adapter in the model": (load(adapter=paths["a0"]), 0)}
