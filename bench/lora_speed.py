@@ -47,6 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16-2x2048-full": {"batch": 2, **LORA, **FULL},
     "fp8-8x2048": {"batch": 8, **LORA, "precision": {"kind": "fp8"}},
     "base-fp8-8x2048": {"batch": 8, "lora": {"rank": RANK, "base": "fp8"}},
+    "base-and-head-fp8-8x2048": {
+        "batch": 8,
+        "lora": {"rank": RANK, "base": "fp8"},
+        "precision": {"kind": "fp8", "head_dtype": "fp8"},
+    },
     "base-nf4-2x2048-full": {"batch": 2, "lora": {"rank": RANK, "base": "nf4"}, **FULL},
     "sft": {
         "batch": 8,
@@ -67,6 +72,7 @@ COMPARED = {
     "bf16-2x2048-full": "peer-bf16-2x2048-full",
     "fp8-8x2048": "peer-bf16-8x2048",
     "base-fp8-8x2048": "peer-bf16-8x2048",
+    "base-and-head-fp8-8x2048": "peer-bf16-8x2048",
     "base-nf4-2x2048-full": "peer-nf4-2x2048-full",
     "sft": "pretrain",
 }

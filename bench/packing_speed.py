@@ -64,6 +64,9 @@ class Conversations:
         rng, length = np.random.default_rng(index), self.lengths[index]
         return rng.integers(1, self.vocab, length, dtype=np.int32), np.arange(length) % 100 >= 50
 
+    def source(self, index: int) -> str:
+        return f"document {index}"
+
 
 def make_conversations(config: Config) -> Dataset:
     return document_samples(Conversations(config.model.vocab), config.data, PAD_TOKEN)

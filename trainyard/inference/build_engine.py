@@ -71,7 +71,8 @@ def build_engine(
     `make_parameter` makes the others. `adapters` are those that sequences may use."""
     check_memory(config, device, tp.size, shape, shares_parameters=bool(existing))
     handle = device.torch_device
-    state = CacheState(*(torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2)))
+    lengths, numbers = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2))
+    state = CacheState(lengths, numbers)
     # The last position takes the token that is in flight when a sequence ends.
     size = CacheSize(shape.slots, shape.max_seq_len + 1, config.head_size, shape.dtype, handle)
     # Matrix multiplications that add the residual must not do so before ranks have summed their parts.
