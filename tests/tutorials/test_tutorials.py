@@ -14,7 +14,14 @@ page_parameter = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.st
 
 
 def test_there_is_one_tutorial_per_guide() -> None:
-    assert {page.stem for page in PAGES} == {"bert", "deepseek", "gpt3-wikipedia", "llama-nxdt", "llama2-nxd"}
+    assert {page.stem for page in PAGES} == {
+        "bert",
+        "deepseek",
+        "fine-tune",
+        "gpt3-wikipedia",
+        "llama-nxdt",
+        "llama2-nxd",
+    }
 
 
 @page_parameter
