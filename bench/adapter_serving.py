@@ -10,6 +10,7 @@ that runs the adapter as part of the model (`generate --adapter`). cpu: a Llama 
 
 import argparse
 import json
+import platform
 import statistics
 import tempfile
 import time
@@ -91,8 +92,9 @@ def main() -> None:
                 speed = tokens_per_second(model, prompts, count)
                 found[name] += [speed] if turn else []  # the first one compiles
     medians = {name: statistics.median(speeds) for name, speeds in found.items()}
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} thread(s)"
     report = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "two x86-64 cores",
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
         "torch": torch.__version__,
         "batch": BATCH[device],
         "tokens_per_s": {name: round(speed, 1) for name, speed in medians.items()},
