@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.quantities import counted
 from trainyard.formats.io.lazy_tensor import InlineTensor, LazyTensor
 from trainyard.formats.nxd.rank_files import find_nxd, read_rank_files
 from trainyard.formats.optimum import read_metadata
