@@ -339,7 +339,7 @@ def test_opcheck(kind: str) -> None:
     case = make_case(kind, True)
     q, k, v = (x.clone().requires_grad_() for x in case[:3])
     p, *rng_tensors = case.dropout or (0.0,)
-    options = (case.documents, rng_tensors, p, "", 1, "ring", True, 0)
+    options = (case.documents, rng_tensors, p, "", 1, "ring", True, 0, 0)
     torch.library.opcheck(ring_attention.context_attention, (q, k, v, *options))
     y, lse = ring_attention.context_attention(q.detach(), k.detach(), v.detach(), *options)
     torch.library.opcheck(ring_attention.context_attention_backward, (case.dout, *case[:3], y, lse, *options))

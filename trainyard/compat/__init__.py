@@ -7,7 +7,10 @@ from trainyard.compat.attention import (
     ATTENTION_KERNELS,
     AttentionKernel,
     fused_attention_kernel,
+    has_varlen_flash,
     select_attention_kernel,
+    varlen_flash,
+    varlen_flash_backward,
 )
 from trainyard.compat.collectives import (
     WAIT_TENSOR,

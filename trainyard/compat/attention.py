@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+MAX_FLASH_HEAD_SIZE = 256
+"""Of the kernels in torch."""
+
 
 class AttentionKernel(NamedTuple):
     """Forward and backward of one of torch's fused attention kernels."""
@@ -83,6 +86,37 @@ def _cudnn_backward(
 def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)
     return out, lse
+
+
+def has_varlen_flash(q: Tensor) -> bool:
+    """True if `varlen_flash` takes these queries [B, H, T, K]."""
+    K = q.shape[-1]
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and K % 8 == 0 and K <= MAX_FLASH_HEAD_SIZE
+
+
+def varlen_flash(
+    q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within sequences that lie one behind the other: output [N, H, K] and log-sum-exp [H, N]."""
+    left = window - 1 if window else None
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q_NHK, k_NGK, v_NGK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False,
+        window_size_left=left, window_size_right=0 if window else None,
+    )  # fmt: skip
+    return out, lse
+
+
+def varlen_flash_backward(
+    dout_NHK: Tensor, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, out_NHK: Tensor, lse_HN: Tensor,
+    cu_seqlens: Tensor, max_seqlen: int, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    left = window - 1 if window else None
+    rng_state = torch.empty(2, dtype=torch.uint64, device=q_NHK.device)  # of dropout, which is off
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dout_NHK, q_NHK, k_NGK, v_NGK, out_NHK, lse_HN, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True,
+        rng_state, rng_state[:0], window_size_left=left, window_size_right=0 if window else None,
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 def fused_attention_kernel(on_gpu: bool, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -23,6 +23,8 @@ class ContextAxis:
         self.method: CpMethod = method
         self.decomposes_attention = decomposes_attention
         """Keys are gathered and attention uses plain operators (`DeviceKind.decomposes_attention`), not `attend`."""
+        self.max_documents = 0
+        """No sample of the current batch has more documents; 0: not known. Whoever runs batches sets it."""
 
     def token_positions(self, tokens: int, rank: Tensor) -> Tensor:
         """Global positions [T] of this rank's tokens, int32; `rank` is a tensor to keep it out of the graph."""
@@ -40,7 +42,7 @@ class ContextAxis:
         """Attention of this rank's queries over the keys of all ranks. A query sees keys with its own document id
         (int32) and, if causal, no later key, and none that is `window` or more tokens earlier."""
         p, *rng_tensors = dropout or (0.0,)
-        options = (p, self.group.name, self.size, self.method, causal, window or 0)
+        options = (p, self.group.name, self.size, self.method, causal, window or 0, self.max_documents)
         return context_attention(q, k, v, documents, rng_tensors, *options)[0]
 
 

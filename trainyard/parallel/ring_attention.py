@@ -26,6 +26,7 @@ from trainyard import compat
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.custom_op import WORKSPACE_BYTES
 from trainyard.parallel import attention_blocks as blocks
+from trainyard.parallel import packed_documents
 from trainyard.parallel.attention_blocks import BlockMask
 from trainyard.parallel.process_group import Group
 
@@ -177,10 +178,14 @@ def context_attention(
     method: str,
     causal: bool,
     window: int,
+    max_documents: int,
 ) -> tuple[Tensor, Tensor]:
     """`forward` as an operator: softmax(q k / sqrt(K)) v of this rank's queries over the keys of all `size` ranks of
-    the process group `group`. `rng_tensors` are the four tensors of `DropoutRng`, or empty without dropout."""
+    the process group `group`. `rng_tensors` are the four tensors of `DropoutRng`, or empty without dropout.
+    `max_documents` is that of `ContextAxis`."""
     q, k, v = (_contiguous_last_dim(x) for x in (q, k, v))
+    if documents is not None and _has_varlen_kernel(q, p, size, causal, max_documents):
+        return packed_documents.forward(q, k, v, documents, max_documents, window)
     return forward(_ring(group, size), q, k, v, _spec(method, causal, window, documents, p, rng_tensors))
 
 
@@ -200,11 +205,18 @@ def context_attention_backward(
     method: str,
     causal: bool,
     window: int,
+    max_documents: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` as an operator."""
     dout, q, k, v = (_contiguous_last_dim(x) for x in (dout, q, k, v))
+    if documents is not None and _has_varlen_kernel(q, p, size, causal, max_documents):
+        return packed_documents.backward(dout, q, k, v, out, lse, documents, max_documents, window)
     spec = _spec(method, causal, window, documents, p, rng_tensors)
     return backward(_ring(group, size), dout, q, k, v, out, lse, spec)
+
+
+def _has_varlen_kernel(q: Tensor, p: float, size: int, causal: bool, max_documents: int) -> bool:
+    return size == 1 and causal and not p and max_documents > 0 and compat.has_varlen_flash(q)
 
 
 def _ring(name: str, size: int) -> Group:
@@ -279,7 +291,7 @@ def _tile_bytes(q: Tensor, documents: Tensor | None, p: float, size: int, causal
 
 def _forward_workspace(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, rng_tensors: list[Tensor], p: float, group: str,
-    size: int, method: str, causal: bool, window: int,
+    size: int, method: str, causal: bool, window: int, max_documents: int,
 ) -> int:  # fmt: skip
     """fp32 outputs of all blocks and of one, and keys and values of other ranks."""
     received = 0 if size == 1 else 2 * k.nbytes * (size + 1 if method == "all_gather" else 2)
@@ -289,6 +301,7 @@ def _forward_workspace(
 def _backward_workspace(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
     rng_tensors: list[Tensor], p: float, group: str, size: int, method: str, causal: bool, window: int,
+    max_documents: int,
 ) -> int:  # fmt: skip
     """fp32 gradients of queries, and of keys and values with those of other ranks."""
     received = 0 if size == 1 else 2 * k.nbytes * (size + 1 if method == "all_gather" else 2)

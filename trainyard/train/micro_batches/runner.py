@@ -13,7 +13,12 @@ from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.models import ModelOutput, TransformerStage
 from trainyard.parallel.rank_context import RankContext
 from trainyard.train.micro_batches.cuda_graphs import CudaGraphRunner
-from trainyard.train.micro_batches.split import context_parallel_shard, padding_free_micro_batches, split_micro_batches
+from trainyard.train.micro_batches.split import (
+    context_parallel_shard,
+    count_documents,
+    padding_free_micro_batches,
+    split_micro_batches,
+)
 
 if TYPE_CHECKING:  # importing torch's pipelining takes half a second, which only pp > 1 should pay
     from trainyard.parallel.pipeline import Pipeline
@@ -93,6 +98,9 @@ class MicroBatchRunner:
         """Copy this data-parallel rank's samples (a batch, or the result of `stage_batch`) to the device: as micro
         batches, or as one batch for a pipeline, which splits it itself."""
         staged = batch if isinstance(batch, list) else self.stage_batch(batch)
+        max_documents = 0 if self.graph_runner else count_documents(staged[0])
+        for model in self.models:
+            model.cp.max_documents = max_documents
         batches = [map_batch(self.device.to_device, part) for part in staged]
         if self.padding_free or self.pipeline:
             return batches
