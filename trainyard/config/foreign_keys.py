@@ -159,6 +159,9 @@ TRL: Mapping[str, Rows] = {
         "use_dora": ("lora.dora", ""),
         "init_lora_weights": ("lora.init_from", "the folder of an adapter; by default its update is zero"),
         "exclude_modules layers_to_transform rank_pattern alpha_pattern": ("lora.targets", "one rank for all of them"),
+        "load_in_4bit bnb_4bit_quant_type": ("lora.base=nf4", "QLoRA"),
+        "use_bnb_nested_quant": ("lora.base=nf4", "always: scales are quantized too"),
+        "load_in_8bit": ("lora.base=fp8", "fp8, not int8"),
         "lora_bias": ("", "biases of adapters do not exist; nearest: leave it out"),
         "loraplus_lr_ratio": ("lora.lr_ratio", "LoRA+"),
     },
@@ -185,7 +188,7 @@ AXOLOTL: Mapping[str, Rows] = {
         "dataset_prepared_path": ("", "tokens are cached by the contents of files, template and tokenizer"),
     },
     "Adapters": {
-        "adapter": ("lora.rank", "a section lora makes adapters"),
+        "adapter": ("lora.rank", "a section lora makes adapters; qlora: also lora.base=nf4"),
         "lora_r": ("lora.rank", ""),
         "lora_target_linear": ("lora.targets=all-linear", "the default"),
         "lora_modules_to_save": ("lora.train", "embedding, norms, head"),
