@@ -93,6 +93,10 @@ class DataSection(Section):
     packing: bool = False
     """Fill each sample with as many whole documents as fit, which do not see each other (sources of documents, such as
     conversations). false: one document per sample, and padding."""
+    buckets: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    """Lengths that the samples of a step are padded to, such as [512, 1024, 2048]; each step takes the smallest that
+    holds its documents. The last is data.seq_len. For sources of documents without data.packing. Default: only
+    data.seq_len."""
     max_predictions: PositiveInt = 20
     """Maximum masked tokens per sample (BERT), at most data.seq_len."""
     chat: ChatSection = ChatSection()
@@ -105,6 +109,11 @@ class DataSection(Section):
         """Samples have `document_ids` and `position_ids`."""
         return self.document_mask or self.packing
 
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Every length that training batches have."""
+        return self.buckets or (self.seq_len,)
+
     def has_flag(self, name: str) -> bool:
         """An attribute of the trainyard.DataSource; False for code of the user, which a configuration does not
         import."""
@@ -114,6 +123,22 @@ class DataSection(Section):
     def _check_tokenizer_files(self) -> Self:
         if self.tokenizer == "gpt2" and not (self.vocab_file and self.merges_file):
             raise ValueError("tokenizer=gpt2: needs data.vocab_file and data.merges_file")
+        return self
+
+    @model_validator(mode="after")
+    def _check_buckets(self) -> Self:
+        if not self.buckets:
+            return self
+        label = f"buckets={list(self.buckets)}"
+        nearest = [*sorted({length for length in self.buckets if length < self.seq_len}), self.seq_len]
+        if list(self.buckets) != nearest:
+            raise ValueError(f"{label}: must increase up to data.seq_len={self.seq_len}; nearest: {nearest}")
+        if self.packing:
+            raise ValueError(f"{label}: data.packing=true fills all samples; nearest: []")
+        if self.weights:
+            raise ValueError(f"{label}: data.weights has an order of its own; nearest: []")
+        if not is_user_path(self.source) and not self.has_flag("has_documents"):
+            raise ValueError(f"{label}: data.source={self.source} has no samples of whole documents; nearest: []")
         return self
 
     @model_validator(mode="after")

@@ -77,6 +77,12 @@ def smoke_config(
         shrink("data", seq_len=SMOKE_CHAT_SEQ_LEN if is_chat else SMOKE_SEQ_LEN)
         if is_chat and data["data"]["chat"]["too_long"] == "error" and "data.chat.too_long" not in named:
             data["data"]["chat"]["too_long"] = "truncate"
+    if buckets := data["data"].get("buckets"):
+        if "data.buckets" in named:
+            shrink("data", seq_len=buckets[-1])
+        else:  # in the same proportions
+            seq_len = data["data"]["seq_len"]
+            data["data"]["buckets"] = sorted({max(length * seq_len // buckets[-1], 1) for length in buckets})
     shrink("model", max_positions=max(2 * SMOKE_SEQ_LEN, data["data"]["seq_len"]))
     scaling = model.get("rope_scaling")
     if scaling and "original_max_positions" in scaling and "model.rope_scaling" not in named:
@@ -128,7 +134,8 @@ def _smoke_data(data: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
         **{key: section[key] for key in kept - {"packing"}},
     }
     if is_chat:  # the built-in conversations have one format and fit its template
-        small |= {"packing": section["packing"], "chat": {**section["chat"], "format": "auto", "template": None}}
+        small |= {"packing": section["packing"], "buckets": section["buckets"]}
+        small |= {"chat": {**section["chat"], "format": "auto", "template": None}}
     if data["evaluate"]["every"] and not small["validation_fraction"]:
         # data.split is gone, so a fraction of the samples is held out instead of its documents.
         small["validation_fraction"] = SMOKE_VALIDATION_FRACTION

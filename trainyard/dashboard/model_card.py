@@ -43,7 +43,10 @@ class CardFacts:
 
     @property
     def tokens(self) -> int | None:
-        return self.samples * self.config.data.seq_len if self.samples and self.config else None
+        """None if the lengths of samples differ."""
+        if not self.samples or not self.config or self.config.data.buckets:
+            return None
+        return self.samples * self.config.data.seq_len
 
 
 def read_run(directory: Path) -> RunRow | None:

@@ -142,10 +142,10 @@ class Layout:
     @classmethod
     def from_config(cls, config: Config, world_size: int) -> Self:
         """The layout of `config` on `world_size` ranks. Raises UserError if a rule is violated."""
-        section, model, train, seq_len = config.layout, config.model, config.train, config.data.seq_len
+        section, model, train, seq_lens = config.layout, config.model, config.train, config.data.seq_lens
         sizes = section.tp, section.pp, section.cp
-        if violation := _first_violation(section, sizes, model, train, seq_len, world_size):
-            nearest = _nearest_layouts(section, model, train, seq_len, world_size)
+        if violation := _first_violation(section, sizes, model, train, seq_lens, world_size):
+            nearest = _nearest_layouts(section, model, train, seq_lens, world_size)
             on = f"nearest on {counted(world_size, 'rank')}"
             raise UserError(f"{violation}; {on}: {nearest}" if nearest else violation)
         dp = world_size // prod(sizes)
@@ -154,7 +154,7 @@ class Layout:
             dp=dp,
             kv_replication=replication_factor(model.num_kv_heads, section.tp),
             micro_batches=train.global_batch // (train.micro_batch * dp),
-            stages=_split_stages(section, model, seq_len),
+            stages=_split_stages(section, model, seq_lens[-1]),
             zero=section.zero if dp * section.cp > 1 else 0,
         )
 
@@ -164,7 +164,7 @@ def _first_violation(
     sizes: tuple[int, int, int],
     model: ModelConfig,
     train: TrainSection,
-    seq_len: int,
+    seq_lens: tuple[int, ...],
     world_size: int,
 ) -> str | None:
     """The first rule that `layout` with these `sizes` of tp, pp and cp violates on `world_size` ranks, as text for the
@@ -181,10 +181,12 @@ def _first_violation(
     if layout.pipeline_cuts and pp == layout.pp and layout.pipeline_cuts[-1] >= model.layers - 1:
         cuts = list(layout.pipeline_cuts)
         return f"layout.pipeline_cuts={cuts}: the model's {model.layers} layers are 0 to {model.layers - 1}"
-    if cp > 1 and seq_len % (2 * cp):
-        return f"layout.cp={cp}: data.seq_len={seq_len} is not a multiple of 2 x cp = {2 * cp}"
-    if layout.sequence_parallel and seq_len // cp % tp:
-        return f"layout.tp={tp}: sequence parallelism needs data.seq_len / cp = {seq_len} / {cp} divisible by tp"
+    for seq_len in seq_lens:
+        key = "data.seq_len" if seq_len == seq_lens[-1] else "a length of data.buckets"
+        if cp > 1 and seq_len % (2 * cp):
+            return f"layout.cp={cp}: {key}={seq_len} is not a multiple of 2 x cp = {2 * cp}"
+        if layout.sequence_parallel and seq_len // cp % tp:
+            return f"layout.tp={tp}: sequence parallelism needs {key} / cp = {seq_len} / {cp} divisible by tp"
     if world_size % (tp * pp * cp):
         model_ranks = tp * pp * cp
         return (
@@ -221,7 +223,7 @@ def _expert_violation(family: str, experts: int, ep: int, dp: int, cp: int) -> s
 
 
 def _nearest_layouts(
-    section: LayoutSection, model: ModelConfig, train: TrainSection, seq_len: int, world_size: int
+    section: LayoutSection, model: ModelConfig, train: TrainSection, seq_lens: tuple[int, ...], world_size: int
 ) -> str:
     """The valid layouts closest to the configured one, as text; empty if there are none."""
     configured = (section.tp, section.pp, section.cp)
@@ -235,10 +237,10 @@ def _nearest_layouts(
     pp_is_free = section.vpp == 1 and section.pipeline_schedule != "zbv" and not section.pipeline_cuts
     tp_sizes = [d for d in divisors if all(size % d == 0 for size in (model.heads, *model.ffn_sizes.values()))]
     pp_sizes = [d for d in divisors if d <= model.layers and (pp_is_free or d == section.pp)]
-    cp_sizes = [d for d in divisors if d == 1 or seq_len % (2 * d) == 0]
+    cp_sizes = [d for d in divisors if d == 1 or not any(seq_len % (2 * d) for seq_len in seq_lens)]
 
     def is_valid(sizes: tuple[int, int, int]) -> bool:
-        return not (world_size % prod(sizes) or _first_violation(section, sizes, model, train, seq_len, world_size))
+        return not (world_size % prod(sizes) or _first_violation(section, sizes, model, train, seq_lens, world_size))
 
     nearest = sorted(filter(is_valid, product(tp_sizes, pp_sizes, cp_sizes)), key=distance)[:MAX_SUGGESTIONS]
     return ", ".join(f"tp={tp} pp={pp} cp={cp} (dp={world_size // (tp * pp * cp)})" for tp, pp, cp in nearest)

@@ -11,8 +11,10 @@ from typing import Any
 
 from trainyard import devices, models
 from trainyard.config.schema import Config
+from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.data.loading.build import build_datasets, build_validation_sets, grow_vocab, validation_sections
+from trainyard.devices.base import PeakThroughput
 from trainyard.families.flops import flops_per_sample
 from trainyard.metrics.loggers.build import check_loggers
 from trainyard.metrics.run_directory import RunDirectory
@@ -126,7 +128,10 @@ class TrainSetup:
         sync = GradientSync(state, self.models, context, fused_wgrad, waiting)
         self.optimizer = Optimizer(state, sync, context, config.optimizer, config.train.seed, compile_fn)
         padding_free = packs_batches(config.model, layout, context.kernels.has_varlen_attention)
-        build.wrap_blocks(self.models, config.recompute, config.compile.mode, context, compile_fn, padding_free)
+        num_lengths = len(config.data.seq_lens)
+        build.wrap_blocks(
+            self.models, config.recompute, config.compile.mode, context, compile_fn, padding_free, num_lengths
+        )
         micro_batches = MicroBatchOptions(
             config.train.micro_batch,
             config.data.seq_len,
@@ -143,9 +148,7 @@ class TrainSetup:
         )
         self.batch_slice = rank_samples(config.train.global_batch, layout.dp, mesh.coords["dp"])
         """This rank's samples of each global batch."""
-        flops = flops_per_sample(config.model, self.blueprint, config.data.seq_len, config.data.max_predictions)
-        peak = device.peak_throughput(state.compute_dtype)
-        self.throughput = ThroughputMeter(config.train.global_batch, config.data.seq_len, flops, peak, world.size)
+        self.throughput = self._throughput_meter(device.peak_throughput(state.compute_dtype))
         self.run_directory: RunDirectory
         self.model_files: dict[str, bytes] = {}
         """On the first rank, the files of the tokenizer."""
@@ -158,6 +161,27 @@ class TrainSetup:
         """Of the logged steps."""
         self.last_evaluation: dict[str, float] = {}
         self.completed_steps = restore(self.resumed, self.optimizer, context) if self.resumed else 0
+
+    def _throughput_meter(self, peak: PeakThroughput | None) -> ThroughputMeter:
+        """Counts the tokens of every step. With data.buckets, the log tells their lengths, each of which is a graph."""
+        data, batch = self.config.data, self.config.train.global_batch
+        flops = {
+            length: flops_per_sample(self.config.model, self.blueprint, length, data.max_predictions)
+            for length in data.seq_lens
+        }
+        if not data.buckets:
+            return ThroughputMeter(batch, lambda first, end: {data.seq_len: end - first}, flops, peak, self.world.size)
+        steps = -(-len(self.loader.dataset) // batch)
+        counts = self.loader.count_steps(0, steps)
+        lengths = ", ".join(f"{length} tokens ({counts.get(length, 0)})" for length in data.buckets)
+        graphs = counted(len(data.buckets), "graph")
+        logger.info(
+            "%s, for samples of %s; in brackets, how many of %s of the first epoch",
+            graphs,
+            lengths,
+            counted(steps, "step"),
+        )
+        return ThroughputMeter(batch, self.loader.count_steps, flops, peak, self.world.size)
 
     @property
     def model(self) -> models.TransformerStage:

@@ -155,7 +155,7 @@ class Trainer(TrainSetup):
         batch, is_first = self.config.train.global_batch, not self.last_record
         consumed = {
             "consumed_samples": result.step * batch,
-            "consumed_tokens": result.step * batch * self.config.data.seq_len,
+            "consumed_tokens": self.throughput.count_tokens(result.step),
         }
         progress = consumed | self.throughput.read(result.step)
         models = self.models if self.config.model.num_experts else ()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard import devices, models
+from trainyard import compat, devices, models
 from trainyard.checkpoint.weights import BaseWeights, local_values
 from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import DeviceSection, EvaluateSection, PrecisionSection, RecomputeSection, TrainSection
@@ -42,6 +42,8 @@ from trainyard.train.initial_weights import open_initial_weights
 from trainyard.train.loss import Loss, LossFunction, UserLoss, make_loss
 from trainyard.train.user_functions import check_named_numbers, user_function
 
+GRAPHS_PER_LENGTH = 8
+"""Graphs that a function may have for each length of a batch; torch's own limit for all."""
 logger = logging.getLogger(__name__)
 
 
@@ -126,7 +128,7 @@ def build_loaders(
         raise UserError(f"evaluate.every={evaluate_every}: {reason}")
     batch, seed = section.global_batch, section.seed
     loaders = {name: BatchLoader(dataset, batch, seed, shuffle=False) for name, dataset in validation.items()}
-    return BatchLoader(datasets.train, batch, seed, datasets.needs_shuffle), loaders
+    return BatchLoader(datasets.train, batch, seed, datasets.needs_shuffle, data.buckets), loaders
 
 
 def build_stages(
@@ -209,10 +211,14 @@ def wrap_blocks(
     context: RankContext,
     compile_fn: CompileFn | None,
     padding_free: bool,
+    num_lengths: int = 1,
 ) -> None:
-    """Apply recompute and compilation to the blocks of every stage."""
+    """Apply recompute and compilation to the blocks of every stage. Batches have `num_lengths` lengths, each with
+    its own graphs."""
     device, mesh = context.device, context.mesh
     options = device.compile_options() if compile_fn else None
+    if num_lengths > 1:
+        compat.allow_recompiles(GRAPHS_PER_LENGTH * num_lengths)
     for model in stages:
         apply_recompute(list(model.layers.children()), recompute, compiled=compile_fn is not None)
         if options:

@@ -39,6 +39,11 @@ def fetch_samples(dataset: Dataset, indices: Indices) -> None:
         dataset.fetch(indices)
 
 
+def sample_lengths(dataset: Dataset) -> NDArray[np.int32] | None:
+    """Tokens of each sample without padding; None where samples are not whole documents."""
+    return getattr(dataset, "lengths", None)
+
+
 class CombinedDataset:
     """Samples of other datasets. `find` gives the dataset of each index, and the index there."""
 
@@ -47,6 +52,7 @@ class CombinedDataset:
     ) -> None:
         self.datasets, self.length, self.find = datasets, length, find
         self.is_remote = any(getattr(dataset, "is_remote", False) for dataset in datasets)
+        self.lengths: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -75,7 +81,10 @@ class CombinedDataset:
 
 def subset(dataset: Dataset, start: int, count: int) -> Dataset:
     """`count` samples of a dataset from `start` on: one side of a split."""
-    return CombinedDataset([dataset], count, lambda indices: (np.zeros_like(indices), indices + start))
+    part = CombinedDataset([dataset], count, lambda indices: (np.zeros_like(indices), indices + start))
+    lengths = sample_lengths(dataset)
+    part.lengths = None if lengths is None else lengths[start : start + count]
+    return part
 
 
 def concatenate(datasets: Sequence[Dataset]) -> Dataset:

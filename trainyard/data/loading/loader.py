@@ -1,6 +1,6 @@
 """Global batches by step: the batch of step 5,000 costs the same as the batch of step 0."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar, cast
 
@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainyard.core.batch import Batch
+from trainyard.core.batch import Batch, map_batch
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.data.loading.dataset import Dataset, fetch_samples
+from trainyard.core.errors import UserError
+from trainyard.data.loading.buckets import BucketOrder
+from trainyard.data.loading.dataset import Dataset, fetch_samples, sample_lengths
 from trainyard.data.loading.shuffle import shuffled_indices
 
 T = TypeVar("T")
@@ -21,18 +23,41 @@ FETCH_STEPS = 8
 class BatchLoader:
     """Batches of a dataset in host memory. Nothing is stored between steps, so a run can resume at any step."""
 
-    def __init__(self, dataset: Dataset, global_batch: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, dataset: Dataset, global_batch: int, seed: int, shuffle: bool = True, buckets: Sequence[int] = ()
+    ) -> None:
+        """`buckets` are the lengths that the samples of a step may have, the last one that of the dataset."""
         self.dataset, self.global_batch, self.seed, self.shuffle = dataset, global_batch, seed, shuffle
+        self.bucket_order: BucketOrder | None = None
+        if buckets:
+            lengths = sample_lengths(dataset)
+            if lengths is None:
+                raise UserError(
+                    f"data.buckets={list(buckets)}: the samples of data.source have no `lengths`, as those of "
+                    "document_samples have; nearest: []"
+                )
+            self.bucket_order = BucketOrder(lengths, buckets, global_batch, seed)
 
     def batch(self, step: int, sample_slice: slice = slice(None)) -> Batch:
         """The samples of one optimizer step, or the `sample_slice` of them that one rank needs."""
         sample_ids = np.arange(self.global_batch, dtype=np.int64)[sample_slice]
-        return self._collate(self.sample_indices(step, sample_slice), sample_ids)
+        batch = self._collate(self.sample_indices(step, sample_slice), sample_ids)
+        if not self.bucket_order:
+            return batch
+        return shortened(batch, int(self.bucket_order.step_lengths(step, step + 1)[0]))
 
     def sample_indices(self, step: int, sample_slice: slice = slice(None)) -> NDArray[np.int64]:
         """The index in the dataset of each sample of a step. The first step is 0, here and in `batch`."""
         positions = np.arange(self.global_batch, dtype=np.int64)[sample_slice] + step * self.global_batch
+        if self.bucket_order:
+            return self.bucket_order.indices(positions)
         return shuffled_indices(self.seed, positions, len(self.dataset)) if self.shuffle else positions
+
+    def count_steps(self, first: int, end: int) -> dict[int, int]:
+        """The steps after `first` up to `end` by the length of their samples, where there are buckets."""
+        assert self.bucket_order
+        lengths, counts = np.unique(self.bucket_order.step_lengths(first, end), return_counts=True)
+        return dict(zip(lengths.tolist(), counts.tolist(), strict=True))
 
     def prefetch(
         self, first_step: int, end_step: int, sample_slice: slice, prepare: Callable[[Batch], T]
@@ -76,3 +101,8 @@ class BatchLoader:
         arrays = {**self.dataset.samples(indices), "sample_ids": sample_ids}
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array, np.int32)) for name, array in arrays.items()}
         return cast(Batch, tensors)
+
+
+def shortened(batch: Batch, seq_len: int) -> Batch:
+    """The first `seq_len` tokens of each sample. What they leave out is padding."""
+    return map_batch(lambda x: x[:, :seq_len].contiguous() if x.ndim == 2 else x, batch)

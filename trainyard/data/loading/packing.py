@@ -43,6 +43,8 @@ class PaddedSamples:
     def __init__(self, documents: Documents, seq_len: int, pad_token: int) -> None:
         _check_lengths(documents, seq_len)
         self.documents, self.seq_len, self.pad_token = documents, seq_len, pad_token
+        self.lengths = documents.lengths
+        """Of samples, without padding."""
 
     def __len__(self) -> int:
         return len(self.documents.lengths)
@@ -79,6 +81,7 @@ class PackedSamples(PaddedSamples):
     def __init__(self, documents: Documents, seq_len: int, pad_token: int) -> None:
         super().__init__(documents, seq_len, pad_token)
         self.order, self.bounds = pack(documents.lengths, seq_len)
+        self.lengths = np.add.reduceat(documents.lengths[self.order], self.bounds[:-1])
 
     def __len__(self) -> int:
         return len(self.bounds) - 1

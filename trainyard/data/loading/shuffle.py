@@ -18,12 +18,13 @@ def shuffled_indices(seed: int, positions: NDArray[np.int64], num_samples: int) 
     indices = np.empty_like(offsets)
     for epoch in np.unique(epochs):
         selected = epochs == epoch
-        indices[selected] = _permute(key64(seed, "order", int(epoch)), offsets[selected], num_samples)
+        indices[selected] = permuted(key64(seed, "order", int(epoch)), offsets[selected], num_samples)
     return indices
 
 
-def _permute(key: int, offsets: NDArray[np.int64], num_samples: int) -> NDArray[np.int64]:
-    """A Feistel network on the next even number of bits, repeated until the result is in range (cycle walking)."""
+def permuted(key: int, offsets: NDArray[np.int64], num_samples: int) -> NDArray[np.int64]:
+    """What a random permutation of `num_samples` numbers maps each offset to: a Feistel network on the next even number
+    of bits, repeated until the result is in range (cycle walking)."""
     half = max((num_samples - 1).bit_length() + 1, 2) // 2
     mask = np.uint64((1 << half) - 1)
     x = offsets.astype(np.uint64)

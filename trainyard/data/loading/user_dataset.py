@@ -24,7 +24,7 @@ from trainyard.core.user_code import (
     nearest_name,
     search_current_directory,
 )
-from trainyard.data.loading.dataset import Dataset, Indices
+from trainyard.data.loading.dataset import Dataset, Indices, sample_lengths
 from trainyard.data.samples import Sample
 from trainyard.data.source import DataSource
 from trainyard.families import ModelConfig, family_of
@@ -83,7 +83,7 @@ class CheckedDataset:
                     "samples(indices), or (train, validation)"
                 )
         check_call(dataset.samples, ("indices",), f"{self.label}: samples")
-        self.length = len(dataset)
+        self.length, self.lengths = len(dataset), sample_lengths(dataset)
         self._check_ends()
 
     def __len__(self) -> int:

@@ -31,6 +31,7 @@ SYNTHETIC_DATA: dict[str, object] = {
     "order": "shuffled",
     "split": None,
     "mask_eod_loss": False,
+    "buckets": [],
 }
 
 

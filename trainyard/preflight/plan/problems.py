@@ -93,6 +93,9 @@ def _host_memory_problems(plan: Plan) -> Iterator[PlanProblem]:
 def _data_problems(plan: Plan) -> Iterator[PlanProblem]:
     """Repetitions of the training data, if the files are on this machine."""
     config = plan.config
+    if buckets := config.data.buckets:
+        message = f"data.buckets: predicted for steps of {buckets[-1]} tokens per sample; shorter ones take less"
+        yield PlanProblem(f"{message}; {counted(len(buckets), 'graph')}", False)
     if not config.data.has_flag("is_countable"):
         return
     try:

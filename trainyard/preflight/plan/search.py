@@ -7,7 +7,7 @@ predicted for all layouts; memory, which takes longer, for the fastest of each (
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import inf
+from math import gcd, inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -149,16 +149,17 @@ class LayoutSearch:
         config, hardware = self.config, self.hardware
         model, train, ranks, seq_len = config.model, config.train, hardware.ranks, config.data.seq_len
         divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        seq_lens_gcd = gcd(*config.data.seq_lens)
         max_cp = max(config.layout.cp, 8 if seq_len > LONG_SEQUENCE_TOKENS else 1)
         head_sizes = (model.heads, *model.ffn_sizes.values())
         tp_sizes = [
             tp for tp in divisors if tp <= hardware.ranks_per_node and all(size % tp == 0 for size in head_sizes)
         ]
-        cp_sizes = [cp for cp in divisors if cp <= max_cp and (cp == 1 or seq_len % (2 * cp) == 0)]
+        cp_sizes = [cp for cp in divisors if cp <= max_cp and (cp == 1 or seq_lens_gcd % (2 * cp) == 0)]
         recompute_kinds = list(dict.fromkeys((config.recompute.kind, "none", "attention", "full")))
         for tp, pp, cp in product(tp_sizes, divisors, cp_sizes):
             dp = ranks // (tp * pp * cp)
-            if tp * pp * cp * dp != ranks or pp > model.layers or (tp > 1 and seq_len // cp % tp):
+            if tp * pp * cp * dp != ranks or pp > model.layers or (tp > 1 and seq_lens_gcd // cp % tp):
                 continue
             max_tokens = max(MAX_MICRO_BATCH_TOKENS * cp, train.micro_batch * seq_len)
             sizes = [2**power for power in range(12) if power == 0 or 2**power * seq_len <= max_tokens]

@@ -29,6 +29,7 @@ from trainyard import compat, devices, models
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch, map_batch
+from trainyard.data.loading.loader import shortened
 from trainyard.devices.meta import as_fake
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.dryrun.dry_run import fake_rank, without_io
@@ -208,11 +209,15 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
                 device=device,
                 world=world,
             )
-        staged = trainer.runner.stage_batch(trainer.loader.batch(0, trainer.batch_slice))
+        samples = trainer.loader.batch(0, trainer.batch_slice)
+        lengths = config.data.buckets
+        staged = [trainer.runner.stage_batch(shortened(samples, length)) for length in lengths] or [
+            trainer.runner.stage_batch(samples)
+        ]
 
-        def batch() -> list[Batch]:
+        def batch(parts: list[Batch]) -> list[Batch]:
             """New tensors for each step, as in a run: graphs mark the tensors that they have seen."""
-            return [map_batch(lambda x: mode.from_tensor(x.clone()), part) for part in staged]
+            return [map_batch(lambda x: mode.from_tensor(x.clone()), part) for part in parts]
 
         def trace() -> None:
             """Everything that a run compiles, in phases."""
@@ -220,11 +225,12 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
                 for model in trainer.models:
                     model.train()
                 graphs.phase = "train"
-                trainer.train_step(batch(), 1, config.optimizer.lr)
-                trainer.optimizer.wait_for_weights()
+                for parts in staged:
+                    trainer.train_step(batch(parts), 1, config.optimizer.lr)
+                    trainer.optimizer.wait_for_weights()
                 if config.samples.every or (config.evaluate.every and not config.evaluate.function):
                     graphs.phase = "evaluate"
-                    evaluate(trainer.runner, trainer.loss_fn, trainer.metrics, [batch()], 1)
+                    evaluate(trainer.runner, trainer.loss_fn, trainer.metrics, [batch(staged[-1])], 1)
 
         with compat.disable_autograd_cache():
             trace()

@@ -32,6 +32,7 @@ class MicroBatchOptions(NamedTuple):
 
     samples: int
     seq_len: int
+    """The largest."""
     hidden: int
     """Width of the activations between stages."""
     dtype: torch.dtype
@@ -69,7 +70,10 @@ class MicroBatchRunner:
         self.rng_key: Tensor
         self.loss_fn: MicroBatchLoss
         """Inputs of the current step, which torch's pipelining cannot pass to the stages."""
-        self.pipeline = self._build_pipeline(options) if self.mesh.layout.pp > 1 else None
+        self.options = options
+        self.pipeline = self._build_pipeline(options.seq_len) if self.mesh.layout.pp > 1 else None
+        self.pipelines = {options.seq_len: self.pipeline}
+        """By length: torch's pipelining has fixed shapes. Those of other lengths are built when a batch has one."""
 
     def stage_batch(self, batch: Batch) -> list[Batch]:
         """Do all host work for a batch: divide it as it will be copied to the device, in pinned memory. Safe to call
@@ -111,8 +115,11 @@ class MicroBatchRunner:
         with self.device.sdpa_priority(self.attention_kernel):
             if self.pipeline:
                 self.rng_key, self.loss_fn = rng_key, loss_fn
+                seq_len = batches[0]["tokens"].shape[1] * self.mesh.cp.size
+                pipeline = self.pipelines.get(seq_len) or self._build_pipeline(seq_len)
+                self.pipelines[seq_len] = pipeline
                 with self.spans("pipeline"):
-                    self.pipeline.run(batches[0], backward)
+                    pipeline.run(batches[0], backward)
                 return
 
             def run(micro: Batch, span: Callable[[str], AbstractContextManager[None]] = self.spans) -> None:
@@ -142,11 +149,11 @@ class MicroBatchRunner:
             for model, training in zip(self.models, was_training, strict=True):
                 model.train(training)
 
-    def _build_pipeline(self, options: MicroBatchOptions) -> "Pipeline":
+    def _build_pipeline(self, full_seq_len: int) -> "Pipeline":
         from trainyard.parallel import pipeline
 
-        layout = self.mesh.layout
-        seq_len = options.seq_len // layout.cp
+        layout, options = self.mesh.layout, self.options
+        seq_len = full_seq_len // layout.cp
         local_seq_len = seq_len // (layout.tp if layout.sequence_parallel else 1)
         tokens = torch.empty(options.samples, seq_len, dtype=torch.int32, device="meta")
         activations = torch.empty(options.samples, local_seq_len, options.hidden, dtype=options.dtype, device="meta")

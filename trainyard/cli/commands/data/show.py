@@ -89,7 +89,9 @@ def show(
     total = samples.stop - samples.start
     shown = slice(samples.start, samples.start + min(limit or DEFAULT_SAMPLES, total))
     datasets, section = build_datasets(config), config.train
-    loader = BatchLoader(datasets.train, section.global_batch, section.seed, datasets.needs_shuffle)
+    loader = BatchLoader(
+        datasets.train, section.global_batch, section.seed, datasets.needs_shuffle, config.data.buckets
+    )
     indices = loader.sample_indices(step - 1, shown)
     of_rank = f" of rank {rank}" if rank is not None else ""
     print_line(
