@@ -1,4 +1,4 @@
-"""The order of bucketed samples: each document once per epoch, as short as its batch allows, and a function of the step."""
+"""The order of bucketed samples: each document once per epoch, as short as its batch allows, by the step alone."""
 
 import numpy as np
 import pytest

@@ -1,9 +1,9 @@
 """Sample order for bucketed lengths: a global batch is padded to the smallest length that holds its documents.
 
 An epoch is a permutation, made of two: of the samples within each bucket, and of the global batches. Batches are cut
-from the samples in the order of their buckets, so what is left of a bucket shares a batch with samples of the next. Only
-the last batch of an epoch is incomplete. As without buckets, the next epoch fills it up, with its longest samples. Where
-a sample is follows from seed and position alone.
+from the samples in the order of their buckets, so what is left of a bucket shares a batch with samples of the next.
+Only the last batch of an epoch is incomplete. As without buckets, the next epoch fills it up, here with its longest
+samples. Where a sample is follows from seed and position alone.
 """
 
 from collections.abc import Sequence
