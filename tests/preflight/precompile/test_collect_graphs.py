@@ -68,6 +68,41 @@ def test_one_graph_serves_all_lengths_of_bert(tmp_path: Path, monkeypatch: pytes
     assert after.cache_hits - before.cache_hits == len(graphs)
 
 
+@pytest.mark.nightly
+def test_every_bucket_of_lengths_has_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After tracing, a run whose steps have three lengths compiles nothing."""
+    monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(inductor_cache.TORCH_CACHE_VARIABLE, "")  # restored afterwards
+    monkeypatch.delenv(inductor_cache.TORCH_CACHE_VARIABLE)
+    install_unoptimized_compiler(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(CpuDevice, "fork_safe", False)
+    data = {"source": "tests.support.conversations:make_conversations", "seq_len": 32, "buckets": [8, 16, 32]}
+    config = configs.tiny_config(
+        {**configs.LLAMA, "layers": 2},
+        compile={"enabled": True},
+        data=data,
+        train={"steps": 10, "global_batch": 2, "micro_batch": 2},
+        log={"directory": str(tmp_path)},
+    )
+    messages: list[dict[str, Any]] = []
+    torch.compiler.reset()
+    collect_graphs(CollectRequest(config.model_dump(mode="json"), 0, 1, 0, 2), messages.append)
+    assert not [message for message in messages if message.get("problem")]
+    assert messages[-1]["state"] == "complete"
+    graphs = [message["name"] for message in messages if message["state"] == "compiling"]
+    assert graphs.count("train: llama.forward, forward") == graphs.count("train: llama.forward, backward") == 3
+
+    torch.compiler.reset()
+    before = compat.compile_counts()
+    trainer = Trainer(config)
+    assert len(trainer.loader.count_steps(0, 10)) == 3
+    trainer.run()
+    after = compat.compile_counts()
+    torch.compiler.reset()
+    assert after.graphs_compiled == before.graphs_compiled
+
+
 def test_fake_tensors_keep_python_numbers() -> None:
     """dynamo's guards compare floats through tensors: with another value, every block with a float would have its own
     graph."""
