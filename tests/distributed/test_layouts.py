@@ -55,6 +55,7 @@ QLORA = {**configs.LLAMA, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2}
 """Matrices that two ranks split into whole blocks of nf4."""
 NF4 = {"rank": 3, "base": "nf4"}
 LORA = {"rank": 3, "dora": True, "dropout": 0.2, "lr_ratio": 4.0, "train": ["norms"]}
+EXPERTS = {"rank": 3, "lr_ratio": 4.0, "targets": ["all-linear", "experts"], "train": ["norms"]}
 NOISE = {"embedding_noise": 5.0}
 
 USER_CODE = {
@@ -288,6 +289,14 @@ CASES = [
     deep_case(2, {"pp": 2, "vpp": 2}, LLAMA, "lora-muon", lora=LORA, optimizer={"kind": "muon"}),
     deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, LLAMA, "lora", lora=LORA),
     deep_case(2, {"ep": 2, "zero": 1}, MOE, "lora", lora=LORA),
+    case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, MOE, "lora-experts", lora=EXPERTS),
+    case(2, {"pp": 2}, CAPACITY, "lora-experts", lora={**EXPERTS, "targets": ["experts"]}),
+    deep_case(2, {"ep": 2}, CAPACITY, "lora-experts", lora=EXPERTS),
+    deep_case(2, {"ep": 2, "zero": 1}, MOE, "lora-experts", lora=EXPERTS),
+    deep_case(2, {"tp": 2}, MOE, "lora-experts", lora=EXPERTS),
+    deep_case(2, {"tp": 2, **SP}, MOE, "lora-experts-full", lora=EXPERTS, recompute={"kind": "full"}),
+    deep_case(4, {"ep": 2, "zero": 3}, MOE, "lora-experts", lora=EXPERTS),
+    deep_case(4, {"ep": 2, "tp": 2}, MOE, "lora-experts-muon", lora=EXPERTS, optimizer={"kind": "muon"}),
     deep_case(4, {"tp": 2, "zero": 1}, BERT, "lora-lamb", lora=LORA, optimizer={"kind": "lamb"}),
     deep_case(8, {"tp": 2, "pp": 2, "cp": 2, **SP}, {**LLAMA, "kv_heads": 1}, "lora-kv1", lora=LORA),
     # frozen matrices in 4 and 8 bits

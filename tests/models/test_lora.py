@@ -12,6 +12,7 @@ from tests.support.configs import GPT, LLAMA, MOE, tiny_batch, tiny_config
 from trainyard import models
 from trainyard.config.load import dump, load, parse
 from trainyard.core.errors import UserError
+from trainyard.core.splits import ModelShard
 from trainyard.families.linear_wrappers.lora import parameter_group
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.frozen_linear import dequantize, quantize_frozen
@@ -19,6 +20,7 @@ from trainyard.kernels.nf4 import quantize_nf4
 from trainyard.models import Fp8Layers, blueprint_of, build_model, fill_parameters
 from trainyard.models.init import initial_values
 from trainyard.models.lora import LoraLinear
+from trainyard.models.sharding import shard_tensor, unshard_tensor
 
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
 
@@ -186,6 +188,52 @@ def test_router_and_experts_stay_as_they_are() -> None:
     assert not any("lora" in name and ".mlp." in name for name in blueprint.parameter_names())
     assert all(not spec.load_step for spec in blueprint.specs)
     assert parameter_group(blueprint.spec("layers.0.mlp.router.weight")) == ""
+
+
+@pytest.mark.parametrize("capacity", [None, 0.75])
+def test_experts_are_their_definition(capacity: float | None) -> None:
+    """A model with adapters of experts has the loss of one whose experts are W + s B A."""
+    section = model_section({**MOE, "capacity_factor": capacity}, rank=3, alpha=5.0, targets=["experts"])
+    adapted, plain = lora_model(section), lora_model(section.without_wrappers)
+    merged, batch = dict(plain.named_parameters()), tiny_batch("llama")
+    assert (loss_of(adapted, batch) - loss_of(plain, batch)).abs() > 1e-4
+    values = dict(adapted.named_parameters())
+    assert not any("attention" in name for name in values if "lora" in name)
+    for layer in range(section.layers):
+        for matrix in ("gate_up", "down"):
+            name = f"layers.{layer}.mlp.experts.{matrix}"
+            weight, a, b = (values[name + end].detach() for end in ("", "_lora_A", "_lora_B"))
+            for expert in range(MOE["experts"]):
+                w, a_e, b_e = (each.view(MOE["experts"], -1, each.shape[1])[expert] for each in (weight, a, b))
+                rows = slice(expert * len(w), (expert + 1) * len(w))
+                merged[name].data[rows] = w + 5 / 3 * b_e @ a_e
+    torch.testing.assert_close(loss_of(adapted, batch), loss_of(plain, batch), rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_of_experts_in_the_blueprint() -> None:
+    """Experts are a target of their own; their adapters count as many FLOP as experts that a token uses."""
+    blueprint = blueprint_of(model_section(MOE, rank=2, targets=["all-linear", "experts"]))
+    trained = {name.split(".", 2)[2] for name in blueprint.trained_names()}
+    experts = {f"mlp.experts.{matrix}_lora_{letter}" for matrix in ("gate_up", "down") for letter in "AB"}
+    assert trained == experts | {f"attention.{name}.lora_{letter}" for name in ("qkv", "output") for letter in "AB"}
+    a, b = (blueprint.spec(f"layers.0.mlp.experts.gate_up_lora_{letter}") for letter in "AB")
+    assert (a.shape, b.shape) == ((2 * 4, 32), (4 * 2 * MOE["ffn"], 2))
+    assert (a.experts, a.flops_share, b.flops_share, a.matmul_passes) == (4, 0.5, 0.5, 3)
+    half = [piece.name for piece in blueprint.local_slices("layers.0.mlp.experts.gate_up_lora_A", ModelShard(ep=2))]
+    assert half == [f"layers.0.mlp.experts.{expert}.gate_up.lora_A" for expert in (0, 1)]
+    full = torch.randn(blueprint.spec("layers.0.mlp.experts.down_lora_B").shape)
+    ranks = [ModelShard(tp=2, tp_rank=tp, ep=2, ep_rank=ep) for ep in (0, 1) for tp in (0, 1)]
+    shards = [shard_tensor(blueprint, "layers.0.mlp.experts.down_lora_B", full, rank) for rank in ranks]
+    assert torch.equal(unshard_tensor(blueprint, "layers.0.mlp.experts.down_lora_B", shards, ep=2), full)
+    for options, message in (
+        ({"dropout": 0.1}, r"lora\.dropout=0\.1: not with targets=experts, where PEFT has none; nearest: 0\.0"),
+        ({"dora": True}, r"dora=true: not with targets=experts, where PEFT has none; nearest: false"),
+        ({"targets": ["all-linear", "experts", "q"]}, r"includes the others; nearest: \[all-linear, experts\]"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model_section(MOE, **{"targets": ["experts"], **options})
+    with pytest.raises(UserError, match=r"lora\.targets=experts: not one of all-linear, down, "):
+        blueprint_of(model_section(targets=["experts"]))
 
 
 def test_section_of_a_file(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainyard.checkpoint.weights import WeightSource
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard
+from trainyard.families.linear_wrappers.lora import EXPERTS
 from trainyard.formats.peft.adapter import lora_options
 from trainyard.inference.cached_attention import CacheState
 from trainyard.models import ModelConfig, blueprint_of
@@ -53,6 +54,8 @@ class AdapterStack:
                     f"--adapter {name}: {what}, which requests for other models must not see; "
                     f"nearest: convert --merge, and serve that"
                 )
+            if EXPERTS in options.targets:  # the rows of an expert come from sequences of several adapters
+                raise UserError(f"--adapter {name}: adapts experts; nearest: convert --merge, and serve that")
             adapted = model.model_copy(update={"linear": weights.model.linear})
             self._adapted.append((name, weights, blueprint_of(adapted), options))
 

@@ -6,7 +6,7 @@ M tokens, D input features, N output features, P parts with an adapter, R rank.
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainyard.core.counter_rng import DropoutRng, RowSeeds
 from trainyard.families.linear_wrappers.lora import LoraKeys
@@ -118,6 +118,15 @@ class LoraLinear(Linear):
         if self.is_row_parallel and self.tp.size > 1:
             squares = [self.tp.group.all_reduce_sum(square) for square in squares]
         return tuple(square.sqrt() for square in squares)
+
+
+def add_expert_adapters(experts: nn.ParameterDict, make: ModuleFactory, name: str) -> float:
+    """Add the adapters of the matrices of experts `name.KEY` as KEY_lora_A and KEY_lora_B, if they have any. Returns
+    what their update is multiplied by; 0: there are none."""
+    if f"{name}.{next(iter(experts))}_lora_A" not in make.blueprint:
+        return 0.0
+    experts.update(make.parameters(name, [f"{key}_lora_{letter}" for key in experts for letter in "AB"]))
+    return next(options.scale for _, options in make.linear_wrappers if isinstance(options, LoraKeys))
 
 
 class _LoraLinear(torch.autograd.Function):

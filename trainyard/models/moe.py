@@ -4,6 +4,7 @@ experts have a capacity.
 B batch, T tokens, N = B T, D hidden, E experts, k experts per token, F ffn of an expert.
 """
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainyard.kernels.grouped_linear import grouped_linear
 from trainyard.kernels.reference import Kernels
 from trainyard.models.expert_slots import assign_slots
 from trainyard.models.layers import SwiGLU
+from trainyard.models.lora import add_expert_adapters
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
 
@@ -34,6 +36,7 @@ class MoeMLP(Recomputable):
         self.c, self.tp, self.cp, self.ep = c, make.tp, make.cp, make.ep
         self.router = make.parameters(f"{name}.router", ["weight", "bias"] if c.router_bias else ["weight"])
         self.experts = make.parameters(f"{name}.experts", ["gate_up", "down"])
+        self.update_scale = add_expert_adapters(self.experts, make, f"{name}.experts")
         self.kernels, self.activation = make.kernels, SwiGLU(make.kernels)
         self.register_buffer("pair_counts", torch.zeros(c.experts), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
@@ -93,9 +96,20 @@ class MoeMLP(Recomputable):
 
     def _multiply(self, rows: Tensor, ends_E: Tensor) -> Tensor:
         """The rows of this rank's experts, sorted by expert, times their matrices; those of expert e end at ends[e]."""
-        E, D = ends_E.shape[0], rows.shape[1]
-        gate_up = grouped_linear(rows, self.experts["gate_up"].view(E, -1, D), ends_E)
-        return grouped_linear(self.activation(gate_up), self.experts["down"].view(E, D, -1), ends_E)
+        E = ends_E.shape[0]
+
+        def linear(x: Tensor, matrices: str) -> Tensor:
+            return grouped_linear(x, self.experts[matrices].view(E, -1, x.shape[-1]), ends_E)
+
+        return self._adapted(linear, self.activation(self._adapted(linear, rows, "gate_up")), "down")
+
+    def _adapted(self, linear: Callable[[Tensor, str], Tensor], x: Tensor, matrices: str) -> Tensor:
+        """x times the matrices of experts, plus the update of their adapters if they have any."""
+        y = linear(x, matrices)
+        if not self.update_scale:
+            return y
+        # The scale is multiplied where the matrix is small.
+        return y + linear(linear(x, f"{matrices}_lora_A") * self.update_scale, f"{matrices}_lora_B")
 
     def _apply_in_slots(self, x_BTD: Tensor, expert_NK: Tensor) -> Tensor:
         """The results of the (token, expert) pairs, [N, K, D]; zeros for those that find no slot in training."""
@@ -107,8 +121,11 @@ class MoeMLP(Recomputable):
         ep, local = self.ep.size, E // self.ep.size
         x = self.ep.exchange_slots(slots.gather(x_BTD.flatten(0, 1)).view(ep, -1, D))
         x = x.view(ep, local, -1, D).transpose(0, 1).reshape(local, -1, D)
-        gate_up = x @ self.experts["gate_up"].view(local, -1, D).mT
-        out = self.activation(gate_up) @ self.experts["down"].view(local, D, -1).mT
+
+        def linear(x: Tensor, matrices: str) -> Tensor:
+            return x @ self.experts[matrices].view(local, -1, x.shape[-1]).mT
+
+        out = self._adapted(linear, self.activation(self._adapted(linear, x, "gate_up")), "down")
         out = out.view(local, ep, -1, D).transpose(0, 1).reshape(ep, -1, D)
         return slots.scatter(self.ep.exchange_slots(out).flatten(0, 1))
 

@@ -44,7 +44,7 @@ def fused_index(piece: TensorSlice, start: int) -> TensorIndex:
 def unshard_tensor(blueprint: Blueprint, name: str, shards: Sequence[Tensor], ep: int = 1) -> Tensor:
     """The full tensor from the shards of all expert-parallel and tensor-parallel ranks, [ep][tp]."""
     spec, tp = blueprint.spec(name), len(shards) // ep
-    if spec.tp_dim is None:
+    if spec.tp_dim is None and not spec.experts:
         return shards[0]
     full, starts = shards[0].new_empty(spec.shape), fused_starts(blueprint, name)
     for index, tensor in enumerate(shards):

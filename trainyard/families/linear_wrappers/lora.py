@@ -17,7 +17,7 @@ from trainyard.core.user_code import nearest_name
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
 from trainyard.families.linear_wrapper import LinearWrapper
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
 COLUMN_MULTIPLES = {"nf4": 64, "fp8": 16}
 """What each storage of a base needs of the columns of a matrix."""
 
@@ -33,7 +33,8 @@ class LoraKeys(Section):
     """Multiply the update by alpha / sqrt(rank) instead (rsLoRA)."""
     targets: Annotated[tuple[str, ...], Strict(False), ONE_OR_MORE, Field(min_length=1)] = (ALL_LINEAR,)
     """The layers with an adapter: all-linear, or the last parts of their names in the parameter table, such as
-    [q, v]. Matrices of experts and routers have none."""
+    [q, v]; and experts, which all-linear does not include: an adapter of each matrix of each expert. Routers have
+    none."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Probability with which an element of an adapter's input is dropped."""
     dora: bool = False
@@ -52,8 +53,12 @@ class LoraKeys(Section):
 
     @model_validator(mode="after")
     def _check_targets(self) -> "LoraKeys":
-        if ALL_LINEAR in self.targets and len(self.targets) > 1:
-            raise ValueError(f"targets={list(self.targets)}: {ALL_LINEAR} includes the others; nearest: {ALL_LINEAR}")
+        if ALL_LINEAR in self.targets and (others := set(self.targets) - {ALL_LINEAR, EXPERTS}):
+            nearest = ", ".join(name for name in self.targets if name not in others)
+            raise ValueError(f"targets={list(self.targets)}: {ALL_LINEAR} includes the others; nearest: [{nearest}]")
+        if EXPERTS in self.targets and (self.dora or self.dropout):
+            key, nearest = ("dora=true", "false") if self.dora else (f"dropout={self.dropout}", "0.0")
+            raise ValueError(f"{key}: not with targets={EXPERTS}, where PEFT has none; nearest: {nearest}")
         return self
 
     @property
@@ -117,11 +122,12 @@ class Lora(LinearWrapper):
 
     def extend(self, blueprint: Blueprint, options: Any) -> Blueprint:
         """The blueprint with adapters. Of the other parameters, only those that `train` names are trained."""
-        adapted = super().extend(blueprint, options)
-        known = sorted({layer_name(part) for spec in blueprint.specs if spec.is_linear for part in parts_of(spec)})
-        for target in () if ALL_LINEAR in options.targets else options.targets:
-            if target not in known:
-                choices = (ALL_LINEAR, *known)
+        adapted = with_expert_adapters(super().extend(blueprint, options), options)
+        known = {layer_name(part) for spec in blueprint.specs if spec.is_linear for part in parts_of(spec)}
+        known |= {EXPERTS for spec in blueprint.specs if spec.experts}
+        for target in options.targets:
+            if target not in {ALL_LINEAR, *known}:
+                choices = (ALL_LINEAR, *sorted(known))
                 raise UserError(
                     f"lora.targets={target}: not one of {', '.join(choices)}{nearest_name(target, choices)}"
                 )
@@ -146,6 +152,44 @@ class Lora(LinearWrapper):
             return options.base
 
         return replace(adapted, specs=tuple(rows()))
+
+
+def with_expert_adapters(blueprint: Blueprint, options: LoraKeys) -> Blueprint:
+    """The blueprint with adapters of the matrices of experts, if these are a target.
+
+    An expert has one A for its gate and up, unlike an MLP: PEFT adapts them as the one matrix that transformers has.
+    """
+
+    def rows() -> Iterator[ParamSpec]:
+        for spec in blueprint.specs:
+            yield spec
+            if spec.experts and EXPERTS in options.targets:
+                yield from adapters(spec)
+
+    def adapters(weight: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
+        rank, matrix = options.rank, weight.name.rpartition(".")[2]
+        experts = dict.fromkeys(part.name.rsplit(".", 2)[0] for part in weight.fused_parts)
+        a_parts = tuple(FusedPart(f"{expert}.{matrix}.lora_A", rank, rank) for expert in experts)
+        b_parts = (replace(part, name=part.name.removesuffix("weight") + "lora_B") for part in weight.fused_parts)
+        partial = replace(weight, tp_dim=None, tp_gradient="partial")
+        # Split over ranks as the adapters of linear layers are (`Lora.specs`).
+        a_split, b_split = (partial, weight) if weight.tp_dim == 0 else (weight, partial)
+        a_shape, b_shape = (rank * weight.experts, weight.shape[1]), (weight.shape[0], rank)
+        a = replace(a_split, name=f"{weight.name}_lora_A", shape=a_shape, fused_parts=a_parts)
+        b = replace(b_split, name=f"{weight.name}_lora_B", shape=b_shape, fused_parts=tuple(b_parts))
+        return replace(a, init_std=(3 * weight.shape[1]) ** -0.5), replace(b, init_std=0.0, lr_scale=options.lr_ratio)
+
+    return replace(blueprint, specs=tuple(rows()))
+
+
+def a_of_layers(blueprint: Blueprint) -> dict[str, str]:
+    """The unfused A of each layer with an adapter, both by name; layers of an expert share one."""
+    found = {}
+    for name in blueprint.parameter_names():
+        if name.endswith("lora_B"):
+            a, b = (blueprint.local_slices(f"{name[:-1]}{letter}") for letter in "AB")
+            found |= {piece.name.removesuffix(".lora_B"): a[i * len(a) // len(b)].name for i, piece in enumerate(b)}
+    return found
 
 
 def parts_of(weight: ParamSpec) -> tuple[FusedPart, ...]:
