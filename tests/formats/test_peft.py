@@ -34,6 +34,7 @@ from trainyard.formats.peft.adapter import (
     with_lora,
     write_adapter,
 )
+from trainyard.formats.peft.expert_tensors import TARGETS
 from trainyard.formats.peft.merge import MergedWeights
 from trainyard.formats.registry import check_export, open_weights
 
@@ -106,6 +107,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"use_dora": True}),
     "qwen3": ("qwen3", {"modules_to_save": ["norm"]}),
     "mixtral": ("mixtral", {"target_modules": ["q_proj", "o_proj"]}),
+    "experts": ("mixtral", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": TARGETS}),
+    "experts-alone": ("qwen3_moe", {"target_modules": [], "target_parameters": TARGETS, "use_rslora": True}),
     "gpt2": ("gpt2", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "use_dora": True}),
 }
 
@@ -164,7 +167,9 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama-gqa", {"dora": True}),
     "whole": ("qwen3", {"train": ["embedding", "norms", "head"]}),
     "tied": ("qwen2", {"train": ["embedding"], "targets": ["output"]}),
-    "experts": ("mixtral", {}),
+    "moe": ("mixtral", {}),
+    "experts": ("mixtral", {"targets": ["all-linear", "experts"]}),
+    "experts-alone": ("qwen3_moe", {"targets": ["experts"]}),
     "gpt2": ("gpt2", {"targets": ["up", "down"]}),
     "gpt2-output": ("gpt2-untied", {"targets": ["output"], "train": ["norms", "head"]}),
 }
@@ -183,7 +188,7 @@ def test_peft_loads_what_is_written(name: str, tmp_path: Path) -> None:
     found = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("adapter", "again")]
     for config in found:  # PEFT keeps sets, and changes two values when it loads them
         config["target_modules"] = sorted(config["target_modules"])
-        config["target_parameters"] = config["target_parameters"] or None
+        config["target_parameters"] = sorted(config["target_parameters"] or ()) or None
         config["modules_to_save"] = config["modules_to_save"] and {n.split(".")[-1] for n in config["modules_to_save"]}
     assert found[0] == found[1]
     tokens = torch.arange(24).view(2, 12)

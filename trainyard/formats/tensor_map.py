@@ -98,7 +98,7 @@ def check_tensors(
 
 
 @dataclass(frozen=True)
-class _StoredSlice:
+class StoredSlice:
     """A slice of an unfused tensor that starts at `start` along the dim of a stored tensor, whose data is `tensor`.
     `matrix` is its place among stacked matrices."""
 
@@ -125,12 +125,13 @@ TensorPairs = Iterable[tuple[StoredTensor, LazyTensor]]
 """Stored tensors, each with its data in a file."""
 
 
-def _stored_slices(tensors: TensorPairs) -> Iterator[_StoredSlice]:
+def stored_slices(tensors: TensorPairs) -> Iterator[StoredSlice]:
+    """The slices of all stored tensors."""
     for stored, tensor in tensors:
         for matrix, slices in enumerate(stored.matrices):
             start = 0
             for piece in slices:
-                yield _StoredSlice(piece, stored, tensor, matrix, start)
+                yield StoredSlice(piece, stored, tensor, matrix, start)
                 start += piece.sizes[stored.dim]
 
 
@@ -150,8 +151,8 @@ class ShardedWeights:
         self, model: models.ModelConfig, tensors: TensorPairs, must_agree: Callable[[str], bool] = lambda name: False
     ) -> None:
         self.model, self._must_agree = model, must_agree
-        self._slices: dict[str, list[_StoredSlice]] = {}
-        for stored in _stored_slices(tensors):
+        self._slices: dict[str, list[StoredSlice]] = {}
+        for stored in stored_slices(tensors):
             self._slices.setdefault(stored.piece.name, []).append(stored)
         for name, tensor in unfused_tensors(model).items():
             self._sort_and_check_coverage(name, tensor)
@@ -191,8 +192,8 @@ class ShardedWeights:
 
 def find_mismatched_copy(tensors: TensorPairs) -> str | None:
     """The name of the first tensor that holds elements with other bits than an earlier tensor with the same ones."""
-    seen: dict[str, list[_StoredSlice]] = {}
-    for stored in _stored_slices(tensors):
+    seen: dict[str, list[StoredSlice]] = {}
+    for stored in stored_slices(tensors):
         earlier = seen.setdefault(stored.piece.name, [])
         overlaps = [(other, overlap) for other in earlier if (overlap := stored.piece.intersect(other.piece))]
         if not all(_same_bits(other.read(overlap), stored.read(overlap)) for other, overlap in overlaps):

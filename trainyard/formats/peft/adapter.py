@@ -4,10 +4,11 @@ PEFT names a tensor after the module of transformers that has the adapter. The n
 family's Hugging Face names of weights, so that one description of the tensors serves every family, in both directions.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import name_pattern
 from trainyard.families.linear_wrapper import LinearSection
-from trainyard.families.linear_wrappers.lora import ALL_LINEAR, LoraKeys, parameter_group, parts_of
+from trainyard.families.linear_wrappers.lora import ALL_LINEAR, EXPERTS, LoraKeys, parameter_group, parts_of
 from trainyard.formats.format import FormatWriter, ProgressCallback
 from trainyard.formats.hf import stored_tensors
 from trainyard.formats.io.lazy_tensor import LazyTensor
@@ -38,8 +39,9 @@ from trainyard.formats.peft.adapter_config import (
     targeted_modules,
     write_options,
 )
+from trainyard.formats.peft.expert_tensors import TARGETS, StackedB, columns_of_b, expert_parameters, expert_tensors
 from trainyard.formats.peft.optimum_shards import ADAPTER_FOLDER, SHARDS_FOLDER, read_shards
-from trainyard.formats.tensor_map import StoredTensor, assemble, check_tensors
+from trainyard.formats.tensor_map import StoredTensor, assemble, check_tensors, stored_slices
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 RUN_FOLDER = "adapter"
@@ -106,10 +108,14 @@ def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
         if blueprint.spec(name).trained
     }
     linear = {part.name for spec in blueprint.specs if spec.is_linear for part in parts_of(spec)}
-    by_name: dict[str, list[StoredTensor]] = {}
+    experts = [replace(stored, name=PREFIX + stored.name) for stored in expert_tensors(model)]
+    by_name: dict[str, list[StoredTensor]] = {stored.name: [stored] for stored in experts}
+    of_experts = {piece.name for stored in experts for piece in stored.slices}
     modules, trained_modules = set(), set()
     for name, piece in unfused_tensors(model).items():
         layer, _, kind = name.rpartition(".")
+        if name in of_experts:
+            continue
         if kind in SUFFIXES:
             module = hf_of[f"{layer}.weight"].name.removesuffix(".weight")
             modules.add(module)
@@ -158,11 +164,10 @@ class Adapter:
 
     @cached_property
     def modules(self) -> frozenset[str]:
-        """The modules of transformers that have an adapter, by their tensors."""
+        """The linear modules of transformers that have an adapter, by their tensors."""
         suffix = SUFFIXES["lora_A"]
-        return frozenset(
-            name.removeprefix(PREFIX).removesuffix(suffix) for name in self.tensors if name.endswith(suffix)
-        )
+        names = {name.removeprefix(PREFIX).removesuffix(suffix) for name in self.tensors if name.endswith(suffix)}
+        return frozenset(name for name in names if not name.removesuffix(".base_layer").endswith(".experts"))
 
     def model_of(self, base: models.ModelConfig) -> models.ModelConfig:
         """The model `base` with this adapter. Refuses an adapter that this model cannot have."""
@@ -170,17 +175,29 @@ class Adapter:
         if lora_options(base):
             raise UserError(f"{where}: its base model has an adapter already; merge that first")
         layers, groups = self._names_of(base)
-        options = read_options(self.config, self.modules, f"{where}/{CONFIG_FILE}")
+        experts, adapted = expert_parameters(base), self.config.get("target_parameters") or []
+        parameters = targeted_modules({"target_modules": adapted}, experts)
+        if adapted and (not parameters or parameters != experts):
+            nearest = json.dumps(TARGETS if experts else None)
+            raise UserError(f"{where}/{CONFIG_FILE}: target_parameters={adapted}: not supported; nearest: {nearest}")
+        options = read_options(self.config, self.modules | parameters, f"{where}/{CONFIG_FILE}")
         linear = adapter_tensors(with_lora(base, options)).linear_modules
         for module in sorted(self.modules ^ targeted_modules(self.config, linear)):
             problem = "has no adapter" if module in linear - self.modules else "is no target_module that can have one"
             raise UserError(f"{where}: {module} {problem} in {WEIGHTS_FILE}; not supported")
         targets = [ALL_LINEAR] if self.modules == linear else layers
+        targets += [EXPERTS] * bool(parameters)
         model = with_lora(base, {**options, "targets": targets, "train": groups})
         self._check_tied_head(model)
         expected = {stored.name: stored for stored in adapter_tensors(model).stored}
-        check_tensors(where, expected, self.tensors)
+        found = {name: self.tensor(each) for name, each in expected.items() if name in self.tensors}
+        check_tensors(where, expected, {**self.tensors, **found})
         return model
+
+    def tensor(self, stored: StoredTensor) -> LazyTensor:
+        """The data of a stored tensor."""
+        tensor = self.tensors[stored.name]
+        return tensor if stored.stacked is None else StackedB(tensor, stored.stacked)
 
     def _names_of(self, base: models.ModelConfig) -> tuple[list[str], list[str]]:
         """What this adapter's tensors are in `lora.targets` and `lora.train`."""
@@ -246,12 +263,8 @@ class AdaptedWeights:
         """`base_location` is where the weights `base`, of the configuration `model`, were read from."""
         self.adapter, self.base, self.base_location = adapter, base, base_location
         self.model = adapter.model_of(model)
-        self._stored: dict[str, tuple[LazyTensor, int]] = {}
-        for stored in adapter_tensors(self.model).stored:
-            start = 0
-            for piece in stored.slices:
-                self._stored.setdefault(piece.name, (adapter.tensors[stored.name], start))
-                start += piece.sizes[0]
+        pairs = ((stored, adapter.tensor(stored)) for stored in adapter_tensors(self.model).stored)
+        self._stored = {each.piece.name: each for each in stored_slices(pairs)}
 
     def __contains__(self, name: str) -> bool:
         """True if the adapter's folder has this tensor."""
@@ -259,7 +272,7 @@ class AdaptedWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._stored:
-            return self._stored[name][0].dtype
+            return self._stored[name].tensor.dtype
         assert self.base
         return self.base.dtype(name)
 
@@ -267,8 +280,7 @@ class AdaptedWeights:
         if piece.name not in self._stored:
             assert self.base
             return self.base.read(piece)
-        tensor, start = self._stored[piece.name]
-        return tensor.read(piece.to_index((-start, *[0] * (len(piece.sizes) - 1))))
+        return self._stored[piece.name].read(piece)
 
 
 def write_adapter(
@@ -298,7 +310,7 @@ def write_adapter(
         for _ in tensors:
             pass
         return
-    specs = [TensorSpec(name, kinds[name], by_name[name][0].shape) for name in order]
+    specs = [TensorSpec(name, kinds[name], _file_shape(by_name[name][0])) for name in order]
     with atomic_directory(directory) as temporary:
         with _durable_file(temporary / WEIGHTS_FILE) as file:
             file.write(encode_header(specs, {"format": "pt"}))
@@ -339,6 +351,7 @@ def _configuration(weights: WeightSource, found: AdapterTensors, base: str | Non
         base,
         ensure_weight_tying=found.is_tied,
         fan_in_fan_out=found.is_transposed,
+        target_parameters=TARGETS if EXPERTS in options.targets else None,
         task_type="CAUSAL_LM" if models.family_of(model).is_causal else None,
     )
 
@@ -351,7 +364,14 @@ def _single_value(copies: list[StoredTensor], weights: WeightSource, dtype: torc
             f"{copies[0].name}: PEFT has one A here, but {', '.join(stored.slices[0].name for stored in copies)} were "
             "trained apart; nearest: convert --merge"
         )
-    return first
+    return first if copies[0].stacked is None else columns_of_b(first)
+
+
+def _file_shape(stored: StoredTensor) -> tuple[int, ...]:
+    if stored.stacked is None:
+        return stored.shape
+    experts, rows, rank = stored.shape
+    return rows, rank * experts
 
 
 @contextmanager

@@ -57,7 +57,7 @@ READ = frozenset(
     re.findall(
         r"\w+",
         """r lora_alpha lora_dropout target_modules exclude_modules modules_to_save use_rslora use_dora rank_pattern
-    alpha_pattern fan_in_fan_out ensure_weight_tying init_lora_weights peft_type""",
+    alpha_pattern target_parameters fan_in_fan_out ensure_weight_tying init_lora_weights peft_type""",
     )
 )
 """Options that are read, or checked on their own."""

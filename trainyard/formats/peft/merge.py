@@ -6,7 +6,9 @@ from torch import Tensor
 from trainyard.checkpoint.weights import WeightSource, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.linear_wrappers.lora import a_of_layers
 from trainyard.formats.peft.adapter import lora_options, with_lora
+from trainyard.models import blueprint_of
 
 
 class MergedWeights:
@@ -23,6 +25,7 @@ class MergedWeights:
             raise UserError("--merge: the source has no adapter; nearest: without --merge")
         self.adapted, self._options, self._dtype = adapted, options, dtype
         self.model = with_lora(adapted.model, None)
+        self._a_of = a_of_layers(blueprint_of(adapted.model))
         self.notes: tuple[str, ...] = getattr(adapted, "notes", ())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -30,7 +33,7 @@ class MergedWeights:
 
     def read(self, piece: TensorSlice) -> Tensor:
         layer, tensors = piece.name.removesuffix(".weight"), unfused_tensors(self.adapted.model)
-        if f"{layer}.lora_A" not in tensors:
+        if layer not in self._a_of:
             return self.adapted.read(piece).to(self.dtype(piece.name))
 
         def rows_of(name: str) -> Tensor:
@@ -39,7 +42,7 @@ class MergedWeights:
 
         # Whole rows, because the norm of a row is that of all its elements.
         first_row, last_row = piece.offsets[0], piece.offsets[0] + piece.sizes[0]
-        a = self.adapted.read(tensors[f"{layer}.lora_A"]).float()
+        a = self.adapted.read(tensors[self._a_of[layer]]).float()
         merged = rows_of(piece.name) + self._options.scale * (rows_of(f"{layer}.lora_B") @ a)
         if self._options.dora:
             magnitude = rows_of(f"{layer}.lora_magnitude")
