@@ -154,6 +154,7 @@ TRL: Mapping[str, Rows] = {
         "lora_alpha": ("lora.alpha", ""),
         "lora_dropout": ("lora.dropout", ""),
         "target_modules lora_target_modules": ("lora.targets", "all-linear, or q, k, v, output, gate, up, down"),
+        "target_parameters lora_target_parameters": ("lora.targets", "experts: all matrices of experts"),
         "modules_to_save lora_modules_to_save": ("lora.train", "embedding, norms, head"),
         "use_rslora": ("lora.rank_stabilized", ""),
         "use_dora": ("lora.dora", ""),
