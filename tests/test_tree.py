@@ -47,11 +47,11 @@ BUDGETS = {
     "checkpoint": 570,
     "cli": 5060,
     "cluster": 2200,
-    "compat": 450,
-    "config": 1430,
+    "compat": 480,
+    "config": 1460,
     "core": 930,
     "dashboard": 1300,
-    "data": 3700,
+    "data": 3760,
     "devices": 1600,
     "evaluate": 650,
     "families": 1400,
@@ -60,18 +60,18 @@ BUDGETS = {
     "inference": 2650,
     "kernels": 3100,
     "launch": 550,
-    "metrics": 1600,
+    "metrics": 1610,
     "models": 1280,
-    "parallel": 1510,
+    "parallel": 1560,
     "preflight": 4200,
     "prepare": 2200,
     "remote": 2900,
-    "run": 2700,
-    "train": 2450,
+    "run": 2720,
+    "train": 2470,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 18_250
+SPINE_BUDGET = 18_500
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150
