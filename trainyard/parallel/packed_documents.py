@@ -31,8 +31,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output, with the memory layout of q in `ring_attention`, and log-sum-exp [B, H, T]."""
     B, H, T, _ = q_BHTK.shape
-    rows = (_rows(x) for x in (q_BHTK, k_BGTK, v_BGTK))
-    out_NHK, lse_HN = compat.varlen_flash(*rows, sequence_starts(documents_BT, max_documents), T, window)
+    q_NHK, k_NGK, v_NGK = (_rows(x) for x in (q_BHTK, k_BGTK, v_BGTK))
+    starts = sequence_starts(documents_BT, max_documents)
+    out_NHK, lse_HN = compat.varlen_flash(q_NHK, k_NGK, v_NGK, starts, T, window)
     # A copy: an operator may not return a view of one layout where its rule says another.
     return _samples(out_NHK, B), lse_HN.view(H, B, T).transpose(0, 1).contiguous()
 
@@ -42,11 +43,11 @@ def backward(
     documents_BT: Tensor, max_documents: int, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     B, _, T, _ = q_BHTK.shape
-    rows = (_rows(x) for x in (dout_BHTK, q_BHTK, k_BGTK, v_BGTK, out_BHTK))
+    dout, q, k, v, out = (_rows(x) for x in (dout_BHTK, q_BHTK, k_BGTK, v_BGTK, out_BHTK))
     lse_HN = lse_BHT.transpose(0, 1).reshape(-1, B * T)
     starts = sequence_starts(documents_BT, max_documents)
-    dq, dk, dv = (_samples(x, B) for x in compat.varlen_flash_backward(*rows, lse_HN, starts, T, window))
-    return dq, dk, dv
+    dq, dk, dv = compat.varlen_flash_backward(dout, q, k, v, out, lse_HN, starts, T, window)
+    return _samples(dq, B), _samples(dk, B), _samples(dv, B)
 
 
 def _rows(x_BHTK: Tensor) -> Tensor:

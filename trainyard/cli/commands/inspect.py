@@ -81,8 +81,8 @@ def inspect(
 def inspect_adapter(adapter: Adapter, label: str, tensors: bool, check: bool, as_json: bool) -> None:
     """Report an adapter, whose base need not be there."""
     config = adapter.config
-    keys = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
-    keys += ("peft_version",)
+    targets = ("target_modules", "target_parameters", "modules_to_save")
+    keys = ("r", "lora_alpha", "use_rslora", "use_dora", *targets, "peft_version")
     listed = {
         name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in adapter.tensors.items()
     }

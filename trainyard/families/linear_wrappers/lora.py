@@ -184,7 +184,7 @@ def with_expert_adapters(blueprint: Blueprint, options: LoraKeys) -> Blueprint:
 
 def a_of_layers(blueprint: Blueprint) -> dict[str, str]:
     """The unfused A of each layer with an adapter, both by name; layers of an expert share one."""
-    found = {}
+    found: dict[str, str] = {}
     for name in blueprint.parameter_names():
         if name.endswith("lora_B"):
             a, b = (blueprint.local_slices(f"{name[:-1]}{letter}") for letter in "AB")

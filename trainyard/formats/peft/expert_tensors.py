@@ -8,6 +8,7 @@ ours has one expert after the other, because expert-parallel ranks hold ranges o
 from collections.abc import Iterator
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from trainyard import models
@@ -55,7 +56,7 @@ class StackedB(LazyTensor):
 
     @cached_property
     def _values(self) -> Tensor:
-        return self.stored.read().unflatten(1, (-1, self.experts)).permute(2, 0, 1).contiguous()
+        return torch.unflatten(self.stored.read(), 1, (-1, self.experts)).permute(2, 0, 1).contiguous()
 
     def read_slice(self, index: TensorIndex) -> Tensor:
         return self._values[index]
