@@ -267,7 +267,7 @@ def test_the_hugging_face_cache_is_a_source(call: Call, hf: Path, tmp_path: Path
         (["hf", "hf"], "hf: .*not empty"),
         (["nowhere", "out"], "nowhere: no such file or directory"),
         (["hf"], "Missing "),
-        (["hf", "out", "--to", "onnx"], ".*'onnx' is not one of 'hf', 'dcp', 'nxd', 'native'"),
+        (["hf", "out", "--to", "onnx"], ".*'onnx' is not one of 'hf', 'peft', 'dcp', 'nxd', 'native'"),
         (["hf", "out", "--dtype", "int8"], ".*'int8' is not one of 'fp32', 'bf16', 'fp16'"),
         (["hf", "out", "--layout", "tp=2"], "--layout tp=2: hf takes no layout"),
         (["hf", "out", "--to", "dcp", "--layout", "tp=2"], "--layout tp=2: dcp takes names, such as names=torchtitan"),

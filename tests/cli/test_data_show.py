@@ -121,8 +121,8 @@ def test_what_is_trained_of_conversations_is_in_brackets(call: Call, tmp_path: P
     chat = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "Four."}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     found = succeed(call("data", "show", tmp_path / "a.jsonl"))
-    assert "user: What is 2+2?\\n\nassistant:[[ Four.\\n\n<256>]]" in found
-    assert "37 tokens, 8 trained (21.6%)" in found
+    assert "<|im_start|>user\\n\nWhat is 2+2?<256>\\n\n<|im_start|>assistant\\n\n[[Four.<256>]]\\n" in found
+    assert "60 tokens, 6 trained (10.0%)" in found
     fail(call("data", "show", tmp_path / "a.jsonl", "--sample", 1), "--sample 1: there are samples 0 to 0")
     facts = succeed(call("data", "inspect", tmp_path / "a.jsonl"))
     assert re.search(r"a.jsonl: conversations\n  formats +messages: 1\n  conversations +1\n", facts)

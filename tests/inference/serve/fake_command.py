@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
@@ -20,6 +21,7 @@ class InferenceOptions:
     max_seq_len: int | None
     fp8_weights: bool
     shares_prefixes: bool
+    adapters: Mapping[str, str]
 
 
 def load_for_inference(source: str, options: InferenceOptions, tokenizer: str | None, world: World) -> SimpleNamespace:
@@ -31,6 +33,7 @@ def load_for_inference(source: str, options: InferenceOptions, tokenizer: str | 
         scheduler.faults = [RuntimeError("device lost")] * 9
     return SimpleNamespace(
         scheduler=scheduler,
+        adapters={},
         tokenizer=None if source == "no-tokenizer" else bytes_tokenizer,
         max_seq_len=scheduler.max_seq_len,
         chat_template=ChatTemplate(),

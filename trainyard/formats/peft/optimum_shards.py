@@ -138,7 +138,7 @@ def _modules(
 def _take(shards: Shards, name: str, spec: Mapping[str, Any]) -> list[Tensor]:
     parts = shards.pop(name)
     if len(parts) != spec["tp_size"]:
-        raise ValueError(f"tp_size={spec['tp_size']}, but there are files of {counted(len(parts), 'rank')}")
+        raise ValueError(f"tp_size={spec['tp_size']}, but there are {counted(len(parts), 'rank')}")
     return parts
 
 

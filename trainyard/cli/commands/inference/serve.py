@@ -70,7 +70,7 @@ def serve(
 
       trainyard serve runs/my-run --port 0 --model-name my-model
 
-      trainyard serve hf-model --adapter poet=runs/my-lora --adapter coder=peft-folder
+      trainyard serve hf-model --adapter poet=runs/poet --adapter coder=peft
 
       trainyard serve hf-model --host 0.0.0.0 --token-file token.txt
     """
