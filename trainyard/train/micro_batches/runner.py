@@ -23,6 +23,7 @@ from trainyard.train.micro_batches.split import (
 if TYPE_CHECKING:  # importing torch's pipelining takes half a second, which only pp > 1 should pay
     from trainyard.parallel.pipeline import Pipeline
 
+MIN_DOCUMENTS_BOUND = 32
 MicroBatchLoss = Callable[[ModelOutput, Batch], Tensor]
 """Returns the part of the loss to start the backward pass from."""
 
@@ -84,7 +85,16 @@ class MicroBatchRunner:
             if self.padding_free
             else [context_parallel_shard(batch, self.mesh.cp.size, self.mesh.cp.rank)]
         )
+        self._bound_documents(batch)
         return [map_batch(self.device.pin_memory, part) for part in batches]
+
+    def _bound_documents(self, batch: Batch) -> None:
+        """Raise the bound of documents per sample to what the batch has. It never falls and starts high enough for most
+        data, so that graphs, which depend on it, rarely change; captured ones cannot."""
+        count = count_documents(batch)
+        if count and not self.graph_runner:
+            for model in self.models:
+                model.cp.max_documents = max(model.cp.max_documents, count, MIN_DOCUMENTS_BOUND)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         """Raise UserError for a token without an embedding. Devices would fail in other ways, or read another row."""
@@ -102,9 +112,6 @@ class MicroBatchRunner:
         """Copy this data-parallel rank's samples (a batch, or the result of `stage_batch`) to the device: as micro
         batches, or as one batch for a pipeline, which splits it itself."""
         staged = batch if isinstance(batch, list) else self.stage_batch(batch)
-        max_documents = 0 if self.graph_runner else count_documents(staged[0])
-        for model in self.models:
-            model.cp.max_documents = max_documents
         batches = [map_batch(self.device.to_device, part) for part in staged]
         if self.padding_free or self.pipeline:
             return batches
