@@ -50,10 +50,12 @@ class DroppedOutputs:
         self.by_storage[id(output.untyped_storage())] = (weakref.ref(output), _Recomputed(compute))
 
     def pack(self, tensor: Tensor) -> Any:
-        output, recomputed = self.by_storage.get(id(tensor.untyped_storage()), (lambda: None, None))
+        found = self.by_storage.get(id(tensor.untyped_storage()))
+        if found is None:
+            return tensor
+        output, recomputed = found
         # Another tensor may have got the storage of one that is gone.
-        known = output()
-        if known is None or recomputed is None or tensor.numel() != known.numel():
+        if (known := output()) is None or tensor.numel() != known.numel():
             return tensor
         recomputed.uses += 1
         return recomputed, tensor.shape, tensor.stride()

@@ -27,7 +27,7 @@ class PlannedRun:
     def __init__(self, config: Config, layout: Layout, device: DeviceKind) -> None:
         self.layout, self.device, self.model = layout, device, config.model
         self.train, self.data, self.precision = config.train, config.data, config.precision
-        self.recompute = config.recompute
+        self.recompute, self.compiled = config.recompute, config.compile.enabled
         self.family, self.rule = family_of(config.model), _planned_rule(config.optimizer)
         self.shards = layout.dp * layout.cp
         """Ranks that hold the same weights outside experts."""
@@ -62,8 +62,8 @@ class PlannedRun:
         layout = self.layout
         return TracedStage(
             self.model, tuple(layers), self.micro_batch, layout.tp, layout.cp, layout.ep, self.cp_method,
-            self.sequence_parallel, self.recompute, self.precision, self.fp8_layers, self.device, self.fused_kernels,
-            self.fused_wgrad, is_first, is_last,
+            self.sequence_parallel, self.recompute, self.compiled, self.precision, self.fp8_layers, self.device,
+            self.fused_kernels, self.fused_wgrad, is_first, is_last,
         )  # fmt: skip
 
     def flat_buffer(self, params: dict[str, LocalParam]) -> FlatBuffer:

@@ -184,6 +184,7 @@ class TracedStage:
     cp_method: CpMethod
     sequence_parallel: bool
     recompute: RecomputeSection
+    compiled: bool
     precision: PrecisionSection
     fp8_layers: range
     """The layers of the model that multiply in fp8."""
@@ -229,7 +230,7 @@ class StageRun:
             return self.block_inputs
 
         self.model.block_inputs = keep_block_inputs  # type: ignore[method-assign]
-        apply_recompute(list(self.model.layers.children()), stage.recompute, eager_checkpoint)
+        apply_recompute(list(self.model.layers.children()), stage.recompute, eager_checkpoint, stage.compiled)
         self.dtype = DTYPES[precision.compute_dtype]
         blueprint = models.blueprint_of(stage.model)
         models.store_weights(self.model, _stored_weights(blueprint, self.model, precision))
