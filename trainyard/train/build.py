@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainyard import compat, devices, models
-from trainyard.checkpoint.weights import BaseWeights, local_values
+from trainyard.checkpoint.weights import BaseWeights, WeightSource, local_values
 from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import DeviceSection, EvaluateSection, PrecisionSection, RecomputeSection, TrainSection
 from trainyard.core.errors import UserError
@@ -174,19 +174,23 @@ def initial_parameters(
     initialization; zeros for what a checkpoint to resume from has, which is loaded later."""
     blueprint, shard = context.blueprint, context.mesh.model_shard
     if not resuming:
-        return _base_values(model, base, context, weights)
+        return _base_values(model, base, context, weights, start_from_adapter)
 
     def zeros(name: str) -> Tensor:
         return torch.zeros(blueprint.local_shape(name, shard))
 
     if blueprint.trained_count == blueprint.parameter_count():
         return zeros
-    values = _base_values(model, base, context, weights)
+    values = _base_values(model, base, context, weights)  # what an adapter has is trained, and in the checkpoint
     return lambda name: zeros(name) if blueprint.is_trained(name) else values(name)
 
 
 def _base_values(
-    model: models.ModelConfig, base: BaseWeights | None, context: RankContext, weights: models.ParameterValues | None
+    model: models.ModelConfig,
+    base: BaseWeights | None,
+    context: RankContext,
+    weights: models.ParameterValues | None,
+    adapt: Callable[[WeightSource], WeightSource] = lambda weights: weights,
 ) -> models.ParameterValues:
     blueprint, mesh = context.blueprint, context.mesh
     shard = mesh.model_shard
@@ -198,7 +202,7 @@ def _base_values(
         opened = open_initial_weights(base.location, model, base.seed, mesh, context.device)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
-        return local_values(start_from_adapter(opened.weights), shard)
+        return local_values(adapt(opened.weights), shard)
     if (options := lora_options(model)) and options.init_from:
         raise UserError(f"lora.init_from={options.init_from}: needs the adapter's model as checkpoint.init_from")
     return initial_values(blueprint, base.seed, context.device.init_device, shard)
@@ -220,7 +224,7 @@ def wrap_blocks(
     if num_lengths > 1:
         compat.allow_recompiles(GRAPHS_PER_LENGTH * num_lengths)
     for model in stages:
-        apply_recompute(list(model.layers.children()), recompute, compiled=compile_fn is not None)
+        apply_recompute(list(model.layers.children()), recompute, compiled=bool(options))
         if options:
             compile_embedding = not device.synchronous and mesh.tp.size == 1
             compile_model(model, options, compile_mode, padding_free, compile_embedding)
