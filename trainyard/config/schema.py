@@ -366,13 +366,8 @@ class Config(Section):
                 f"layout.pipeline_schedule={layout.pipeline_schedule}: splits the backward pass, which compiled blocks "
                 "do not support; nearest: 1f1b, or compile.enabled=false"
             )
-        drops_inputs = any(getattr(options, "dropout", 0) for _, options in model.linear.wrappers())
-        if layout.pp > 1 and drops_inputs and set(self.recompute.modules) & {"attention", "mlp"}:
-            # A linear layer knows the tokens of the latest micro batch; a recompute of a part of a block comes later.
-            raise ValueError(
-                f"recompute.modules={list(self.recompute.modules)}: with layout.pp={layout.pp} and lora.dropout, "
-                "blocks are recomputed as a whole; nearest: recompute.kind=full"
-            )
+        for wrapper, options in model.linear.wrappers():
+            wrapper.check(options, self)
         if layout.zero >= 2 and precision.kind == "bf16_sr" and precision.grad_accum_dtype == "fp32":
             raise ValueError(
                 f"precision.grad_dtype=fp32: with layout.zero={layout.zero} gradients have the dtype of the weights; "
@@ -389,15 +384,6 @@ class Config(Section):
                     f"bf16_last_layers={precision.bf16_last_layers} none of {model.layers} blocks is left for fp8; "
                     "nearest: kind=bf16"
                 )
-        base = next((base for _, options in model.linear.wrappers() if (base := getattr(options, "base", None))), None)
-        if base == "nf4" and precision.kind == "fp8":
-            raise ValueError("precision.kind=fp8: lora.base=nf4 multiplies in bf16; nearest: bf16, or lora.base=fp8")
-        in_bf16 = precision.bf16_first_layers + precision.bf16_last_layers
-        if base == "fp8" and in_bf16:
-            raise ValueError(
-                f"lora.base=fp8: in all layers, but precision.bf16_first_layers and bf16_last_layers keep {in_bf16} in "
-                "bf16; nearest: 0 of them"
-            )
         if self.schedule.min_lr > self.optimizer.lr:
             raise ValueError(
                 f"schedule.min_lr={self.schedule.min_lr:g}: above optimizer.lr={self.optimizer.lr:g}; "

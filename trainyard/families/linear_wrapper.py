@@ -40,6 +40,9 @@ class LinearWrapper:
         is that of the layer and one more part; fused parts are named after those of the weight."""
         raise NotImplementedError
 
+    def check(self, options: Any, config: Any) -> None:
+        """Raise ValueError if the options do not go with other sections of the Config."""
+
     def extend(self, blueprint: Blueprint, options: Any) -> Blueprint:
         """The blueprint with its parameters behind the layers that they belong to."""
 

@@ -46,7 +46,6 @@ class LoraKeys(Section):
     multiplied in the compute dtype) or fp8 (e4m3, cast once and multiplied in fp8). Default: in the compute dtype."""
     train: Annotated[tuple[Literal["embedding", "norms", "head"], ...], Strict(False), ONE_OR_MORE] = ()
     """Parameters of the model to train as they are, besides the adapters: embedding, norms, head."""
-
     init_from: str | None = None
     """Initial values of the adapters and of what else it has: the folder of a PEFT adapter of the same rank, alpha and
     targets, or its name on the Hub. Default: an update of zero."""
@@ -89,12 +88,9 @@ class Lora(LinearWrapper):
         # A column-parallel layer splits B and the norms by rows. Its A is whole on each rank, whose rows of B give it
         # a part of its gradient. A row-parallel layer splits A by columns, and each rank has a part of the gradient of
         # the rest: the matmul with B comes before the sum over ranks.
-        is_column_parallel = weight.tp_dim == 0
-        is_fused = bool(weight.fused_parts)
-        split: dict[str, Any] = {"tp_gradient": "partial"}
-        if is_column_parallel:
-            split = {"tp_dim": 0}
-        a_split: dict[str, Any] = {"tp_gradient": "partial"} if is_column_parallel else {"tp_dim": 1}
+        is_fused, whole = bool(weight.fused_parts), {"tp_gradient": "partial"}
+        a_split: dict[str, Any] = whole if weight.tp_dim == 0 else {"tp_dim": 1}
+        split: dict[str, Any] = {"tp_dim": 0} if weight.tp_dim == 0 else whole
         added = [
             ParamSpec(
                 f"{base}lora_A",
@@ -119,6 +115,23 @@ class Lora(LinearWrapper):
             norms = ParamSpec(f"{base}lora_magnitude", (rows,), fused_parts=magnitudes, norms_of=weight.name, **split)
             added.append(norms)
         return added
+
+    def check(self, options: Any, config: Any) -> None:
+        layout, recompute, precision = config.layout, config.recompute, config.precision
+        if layout.pp > 1 and options.dropout and set(recompute.modules) & {"attention", "mlp"}:
+            # A linear layer knows the tokens of the latest micro batch; a recompute of a part of a block comes later.
+            raise ValueError(
+                f"recompute.modules={list(recompute.modules)}: with layout.pp={layout.pp} and lora.dropout, "
+                "blocks are recomputed as a whole; nearest: recompute.kind=full"
+            )
+        if options.base == "nf4" and precision.kind == "fp8":
+            raise ValueError("precision.kind=fp8: lora.base=nf4 multiplies in bf16; nearest: bf16, or lora.base=fp8")
+        in_bf16 = precision.bf16_first_layers + precision.bf16_last_layers
+        if options.base == "fp8" and in_bf16:
+            raise ValueError(
+                f"lora.base=fp8: in all layers, but precision.bf16_first_layers and bf16_last_layers keep {in_bf16} in "
+                "bf16; nearest: 0 of them"
+            )
 
     def extend(self, blueprint: Blueprint, options: Any) -> Blueprint:
         """The blueprint with adapters. Of the other parameters, only those that `train` names are trained."""
