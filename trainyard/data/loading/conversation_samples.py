@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,6 +188,13 @@ def _content_hash(path: DataPath) -> bytes:
     if isinstance(path, RemotePath):
         stored = path.source().stored
         return f"{path} {stored.size} {stored.version}".encode()
+    state = path.stat()
+    return _file_hash(path, state.st_size, state.st_mtime_ns)
+
+
+@cache
+def _file_hash(path: Path, size: int, modified_ns: int) -> bytes:
+    """Size and time tell whether a file is as it was: a process opens its data more than once."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
