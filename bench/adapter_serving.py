@@ -22,7 +22,8 @@ import transformers
 
 from trainyard.checkpoint.weights import WeightSource, unfused_tensors
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.formats.peft.adapter import with_lora, write_adapter
+from trainyard.formats.peft.adapter import with_lora
+from trainyard.formats.peft.write_adapter import write_adapter
 from trainyard.formats.registry import open_weights
 from trainyard.inference.load import InferenceModel, InferenceOptions, load_for_inference
 from trainyard.inference.requests import Request, SamplingOptions

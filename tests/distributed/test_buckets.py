@@ -81,7 +81,7 @@ def test_resume_at_another_layout(pool: Pool, tmp_path: Path) -> None:
     "buckets",
     [
         BUCKETS,
-        # More graphs of one function than torch allows by itself.
+        # More graphs of one function than torch's default limit.
         pytest.param([4, 6, 8, 10, 12, 14, 16, 20, 24, 32], marks=pytest.mark.nightly),
     ],
 )

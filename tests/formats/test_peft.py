@@ -28,14 +28,13 @@ from trainyard.formats.native_writer import weights_only_state
 from trainyard.formats.peft.adapter import (
     AdaptedWeights,
     adapter_tensors,
-    base_name,
     lora_options,
     read_adapter,
     with_lora,
-    write_adapter,
 )
 from trainyard.formats.peft.expert_tensors import TARGETS
 from trainyard.formats.peft.merge import MergedWeights
+from trainyard.formats.peft.write_adapter import base_name, write_adapter
 from trainyard.formats.registry import check_export, open_weights
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -14,7 +14,8 @@ from torch import Tensor
 from tests.formats.test_peft import peft_model, save
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf
-from trainyard.formats.peft.adapter import AdaptedWeights, read_adapter, write_adapter
+from trainyard.formats.peft.adapter import AdaptedWeights, read_adapter
+from trainyard.formats.peft.write_adapter import write_adapter
 
 PREFIX = "base_model.model.model.layers."
 

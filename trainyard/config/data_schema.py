@@ -63,8 +63,8 @@ class DataSection(Section):
     trainyard.DataSource."""
     paths: Paths = ()
     """A file or glob, or a list of them; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name,
-    read through data.cache.directory. Default: a small built-in text, or built-in
-    conversations (tokenizer=bytes only)."""
+    read through data.cache.directory. Default: a small built-in text, or built-in conversations (tokenizer=bytes
+    only)."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
     """Blend weights, one per entry of data.paths. Default: all paths form one dataset."""
     order: Literal["shuffled", "megatron", "megatron-2023"] = "shuffled"

@@ -36,6 +36,15 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+@contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of a directory that appears under its name later (`atomic_directory`), and fsync it at the end."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def atomic_write_text(path: Path, text: str, patience_s: float = 0.0) -> None:
     """Write `text` to `path` with one rename, so that neither a reader nor a crash sees a partial file. Tries again for
     `patience_s` if that fails, since a disk may be full, read-only or unreachable for a while."""

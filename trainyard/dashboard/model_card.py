@@ -117,7 +117,9 @@ def _data(facts: CardFacts) -> str:
     names = ", ".join(map(_base_name, data.paths)) or "a small built-in text"
     weights = f" with weights {', '.join(f'{weight:g}' for weight in data.weights)}" if data.weights else ""
     tokenizer = (
-        f"Tokenizer: {_base_name(data.tokenizer)}." if data.source == "text" or data.tokenizer != "bytes" else ""
+        f"Tokenizer: {_base_name(data.tokenizer)}."
+        if data.has_flag("makes_tokens") or data.tokenizer != "bytes"
+        else ""
     )
     return f"## Data\n\n`data.source={data.source}`: {names}{weights}. {tokenizer}".rstrip()
 

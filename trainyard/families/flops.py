@@ -1,9 +1,8 @@
 """Training FLOP of one sample, counted from the blueprint.
 
 Backward counts as twice the forward, and for a matrix that is not trained as once; recompute is not counted. Attention
-FLOP come in both conventions: `full` counts
-every query-key pair, `causal` only the pairs that the mask keeps. Compare MFU between systems only within one
-convention.
+FLOP come in both conventions: `full` counts every query-key pair, `causal` only the pairs that the mask keeps. Compare
+MFU between systems only within one convention.
 """
 
 from collections import Counter
@@ -25,15 +24,10 @@ class SampleFlops:
 
 def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_predictions: int) -> SampleFlops:
     tokens = {"tokens": seq_len, "masked": max_predictions, "first": 1, "nothing": 0}
-    matmuls = sum(
-        2
-        * prod(spec.shape)
-        * spec.flops_share
-        * tokens[spec.flops_tokens]
-        * blueprint.copies(spec)
-        * spec.matmul_passes
-        for spec in blueprint.specs
-    )
+    matmuls = 0.0
+    for spec in blueprint.specs:
+        multiplied = prod(spec.shape) * spec.flops_share * tokens[spec.flops_tokens]
+        matmuls += 2 * multiplied * blueprint.copies(spec) * spec.matmul_passes
     if blueprint.tied_head:
         vocab, hidden, head_tokens = blueprint.tied_head
         matmuls += 2 * vocab * hidden * tokens[head_tokens] * blueprint.tied_head_passes

@@ -6,7 +6,6 @@ directions stream one tensor at a time from mapped memory.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from trainyard import devices, models
 from trainyard.checkpoint.safetensors_file import TensorSpec, stream_tensors
 from trainyard.checkpoint.weights import WeightSource, local_values, unfused_tensors
-from trainyard.core.atomic_files import atomic_directory
+from trainyard.core.atomic_files import atomic_directory, durable_file
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.hf_config import from_hf as config_from_hf
@@ -189,7 +188,8 @@ def write_model_files(
     if with_checksums:
         files[CHECKSUM_FILE] = "".join(lines).encode()
     for name, data in files.items():
-        _write_file(directory / name, data)
+        with durable_file(directory / name) as file:
+            file.write(data)
 
 
 def verify_export(directory: Path) -> bool:
@@ -298,13 +298,6 @@ def _group_into_files(specs: list[TensorSpec], max_shard_bytes: int) -> dict[str
 
 def _json_bytes(data: dict[str, Any]) -> bytes:
     return (json.dumps(data, indent=2) + "\n").encode()
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def check_hf_export(model: models.ModelConfig) -> tuple[StoredTensor, ...]:

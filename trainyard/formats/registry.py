@@ -22,7 +22,6 @@ from trainyard.formats.format import CheckpointFormat
 from trainyard.formats.megatron import weights as megatron
 from trainyard.formats.nxd import conversion as nxd
 from trainyard.formats.peft.adapter import (
-    WRITER,
     AdaptedWeights,
     adapter_tensors,
     find_adapter,
@@ -31,6 +30,7 @@ from trainyard.formats.peft.adapter import (
     with_lora,
 )
 from trainyard.formats.peft.merge import MergedWeights
+from trainyard.formats.peft.write_adapter import WRITER
 from trainyard.models.init import initial_slice
 from trainyard.remote.local_copies import is_remote_model, local_weights
 from trainyard.remote.storage import LocalStorage, open_storage

@@ -13,7 +13,8 @@ from trainyard.data.loading.user_dataset import find_source
 from trainyard.data.text.tokenizer import add_new_tokens, model_tokenizer_files, read_json
 from trainyard.families import ModelConfig
 from trainyard.formats.hf import InMemoryWeights, read_model_files, save_hf
-from trainyard.formats.peft.adapter import RUN_FOLDER, absolute_base, lora_options, write_adapter
+from trainyard.formats.peft.adapter import RUN_FOLDER, lora_options
+from trainyard.formats.peft.write_adapter import absolute_base, write_adapter
 from trainyard.formats.registry import check_export, find_tokenizer_files
 from trainyard.parallel.rank_context import RankContext
 from trainyard.remote.local_copies import is_remote_model

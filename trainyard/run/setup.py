@@ -23,10 +23,9 @@ from trainyard.metrics.throughput import ThroughputMeter
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.run.callbacks import Callback, P, Part, build_callbacks
-from trainyard.run.checkpointing.base_weights import find_base
 from trainyard.run.checkpointing.config_check import check_compatible
 from trainyard.run.checkpointing.data_check import check_same_versions
-from trainyard.run.checkpointing.resume import find_resume_point, restore
+from trainyard.run.checkpointing.resume import find_base, find_resume_point, restore
 from trainyard.run.profiler import check_profile_ranks
 from trainyard.run.shutdown import StopSignal
 from trainyard.run.stragglers import StragglerMonitor

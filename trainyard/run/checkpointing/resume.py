@@ -14,17 +14,21 @@ from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.checkpoint.file_names import COMMIT_FILE, shard_name, step_directory
 from trainyard.checkpoint.partition import rank_slices
 from trainyard.checkpoint.shard_file import CorruptCheckpoint
+from trainyard.checkpoint.weights import BaseWeights, frozen_tensors
 from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.optimizer_schema import OptimizerSection
 from trainyard.config.schema import Config, LogSection
 from trainyard.core.errors import UserError
 from trainyard.core.yaml_io import read_yaml
 from trainyard.devices import Device
+from trainyard.families import ModelConfig
 from trainyard.families.blueprint import Blueprint
 from trainyard.formats.registry import FORMAT_DESCRIPTIONS, detect_format
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.rank_context import RankContext
+from trainyard.remote.local_copies import is_remote_model, pin_revision
+from trainyard.remote.location import is_url
 from trainyard.remote.storage import LocalStorage, Storage, open_storage
 from trainyard.run.checkpointing.config_check import expected_kinds
 from trainyard.run.checkpointing.directory_owner import Owner, check_owner, find_owner, is_lost_run, owner_name
@@ -216,6 +220,28 @@ def _unusable_source(resume: str, format_name: str | None) -> UserError:
         problem = f"{FORMAT_DESCRIPTIONS[format_name]}, without the optimizer's state"
         nearest = "checkpoint.weights_only=true"
     return UserError(f"checkpoint.resume={resume}: {problem}; nearest: {nearest}")
+
+
+def find_base(
+    model: ModelConfig, weights_from: str | None, seed: int, resumed: Checkpoint | None, mesh: Mesh, device: Device
+) -> BaseWeights:
+    """Where a run starts from or, for weights that it does not train, where the run started from whose checkpoint
+    `resumed` it continues. A configuration that names another place than that of the checkpoint has moved them. All
+    ranks call this."""
+    if not frozen_tensors(model):
+        return BaseWeights(weights_from, seed)
+    if resumed and not resumed.unstored:  # it was not written by a run
+        return BaseWeights(str(resumed.storage), seed)
+    if resumed and weights_from in (None, resumed.config.checkpoint.weights_from):
+        if not resumed.base:
+            raise UserError(f"{resumed.storage}: holds trained weights only; pass Trainer the other weights again")
+        return resumed.base
+    seed = resumed.base.seed if resumed and resumed.base else seed
+    if weights_from and is_remote_model(weights_from):
+        weights_from = mesh.broadcast_object(partial(pin_revision, weights_from), device)
+    elif weights_from and not is_url(weights_from):
+        weights_from = str(Path(weights_from).expanduser().absolute())
+    return BaseWeights(weights_from, seed)
 
 
 def restore(checkpoint: Checkpoint, optimizer: Optimizer, context: RankContext) -> int:
