@@ -3,9 +3,8 @@
     python scripts/page_pictures.py [RUNS_DIR]
 
 Trains small models on this machine in a temporary directory, or shows the runs of RUNS_DIR: one completes, one has a
-higher learning rate, one reads noise now and then, one diverges and fails, one is killed, one has four ranks. The
-numbers are those of these runs.
-Needs Chromium and playwright.
+higher learning rate, one reads noise now and then, one diverges and fails, one is killed, one has four ranks, one
+trains on conversations. The numbers are those of these runs. Needs Chromium and playwright.
 """
 
 import os
@@ -35,6 +34,7 @@ RUNS = {
     "diverged": ["optimizer.lr=1e6", "optimizer.max_grad_norm=0"],
     "four-ranks": ["train.steps=100", "train.micro_batch=1"],
     "killed": ["optimizer.lr=0.0005"],
+    "chat": ["data.source=chat", "data.seq_len=256", "train.steps=20"],
 }
 """Runs of the recipe tiny-llama and what they change."""
 
@@ -100,6 +100,7 @@ def main() -> None:
                 take(browser, url, "events", 1000, 900, "#runs=bad-data&run=bad-data&tab=events")
                 take(browser, url, "times", 1000, 900, "#runs=four-ranks&run=four-ranks&tab=times")
                 take(browser, url, "config", 1000, 900, selected + "&tab=config&other=lr-0.03")
+                take(browser, url, "data", 1000, 900, "#runs=chat&run=chat&tab=data")
                 browser.close()
         finally:
             server.terminate()

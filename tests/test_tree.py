@@ -45,13 +45,13 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 5060,
+    "cli": 5040,
     "cluster": 2200,
     "compat": 480,
     "config": 1440,
     "core": 930,
     "dashboard": 1300,
-    "data": 3760,
+    "data": 3790,
     "devices": 1600,
     "evaluate": 650,
     "families": 1410,
@@ -66,7 +66,7 @@ BUDGETS = {
     "preflight": 4210,
     "prepare": 2200,
     "remote": 2900,
-    "run": 2720,
+    "run": 2740,
     "train": 2480,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises

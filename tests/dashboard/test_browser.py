@@ -19,7 +19,7 @@ SMALL_RUN = [
     *("checkpoint.every=0", "checkpoint.export_hf=false", "evaluate.every=20", "device.name=cpu"),
 ]
 STEP_SHOWN = "() => Number(/step ([0-9,]+)/.exec(document.querySelector('ul.runs').innerText)[1].replace(',', ''))"
-TABS = ["Events", "Step times", "Plan", "Config", "Checkpoints", "Texts", "Log"]
+TABS = ["Events", "Step times", "Plan", "Config", "Checkpoints", "Data", "Texts", "Log"]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for rank in range(4):
         write_spans(base, rank, dict.fromkeys(range(1, 201), (20 if rank == 3 else 10) * 1000000))
     (base / "samples.jsonl").write_text('{"step": 5, "prompt": "Once", "text": " <img src=x onerror=alert(1)>"}\n')
+    parts = [["<i>Hi</i>\n", False], ["Hello<|im_end|>", True]]
+    sample = {"sample": 7, "source": "chats.jsonl:3", "tokens": 4000, "trained": 1000, "shown": 2048, "parts": parts}
+    write_lines(base / "inputs.jsonl", [sample])
     (base / "logs").mkdir()
     (base / "logs" / "7.log").write_text("step 1\nstep 2\n")
     (base / "checkpoints" / "step_00000100").mkdir(parents=True)
@@ -153,12 +156,17 @@ def test_spikes_are_marked_and_the_details_show_everything(open_tab: OpenTab, pa
         "Step times": "Slowest ranks",
         "Config": "optimizer.lr",
         "Checkpoints": "incomplete",
+        "Data": "4,000 tokens, 1,000 trained (25.0 %); the first 2,048 are shown",
         "Texts": "Once <img src=x onerror=alert(1)>",
         "Log": "step 2",
     }
     for name, content in contents.items():
         tab.get_by_role("tab", name=name).click()
         tab.locator("#panel").get_by_text(content).first.wait_for()
+    tab.get_by_role("tab", name="Data").click()
+    tab.locator("#panel mark").wait_for()
+    assert tab.locator("#panel mark").all_inner_texts() == ["Hello<|im_end|>"]
+    assert tab.locator("#panel blockquote").inner_text() == "<i>Hi</i>\nHello<|im_end|>"
     tab.get_by_role("button", name="broken").first.click()
     tab.get_by_text("the weights are not finite").first.wait_for()
     tab.get_by_role("tab", name="Events").click()

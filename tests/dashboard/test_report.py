@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.dashboard.conftest import OpenTab
-from tests.dashboard.run_writer import loss_spike, write_run, write_spans
+from tests.dashboard.run_writer import loss_spike, write_lines, write_run, write_spans
 from tests.dashboard.test_browser import TABS, choose_axis, drawn, serious_problems
 from trainyard.dashboard.report import STATIC, create_report, join_modules
 from trainyard.dashboard.run_files import RunDirectoryReader
@@ -29,6 +29,8 @@ def test_a_report_works_from_a_file_without_a_network(open_tab: OpenTab, tmp_pat
     run = write_run(tmp_path, "base", events=[loss_spike(120, [7, 11, 13])])
     write_spans(run, 0, dict.fromkeys(range(1, 50), 1000000))
     (run / "samples.jsonl").write_text('{"step": 5, "prompt": "</script>", "text": "<!--<script>\\u2028 é"}\n')
+    private = {"sample": 1, "source": "private", "tokens": 1, "trained": 1, "shown": 1, "parts": [["private", True]]}
+    write_lines(run / "inputs.jsonl", [private])
     (run / "logs").mkdir()
     (run / "logs" / "7.log").write_text("last line\n")
     write_run(tmp_path, "tuned", lr=0.006)
@@ -41,9 +43,16 @@ def test_a_report_works_from_a_file_without_a_network(open_tab: OpenTab, tmp_pat
     assert len(drawn(tab)) > 5000
     assert tab.locator(".legend li").count() == 2
     assert tab.locator("#panel td").all_inner_texts() == ["optimizer.lr", "0.002", "0.006"]
-    for name, content in {"Events": "7, 11, 13", "Texts": "</script>", "Log": "last line", "Plan": "without"}.items():
+    for name, content in {
+        "Events": "7, 11, 13",
+        "Data": "reports leave out",
+        "Texts": "</script>",
+        "Log": "last line",
+        "Plan": "without",
+    }.items():
         tab.get_by_role("tab", name=name).click()
         tab.locator("#panel").get_by_text(content).first.wait_for()
+    assert "private" not in (tmp_path / "report.html").read_text()
     tab.get_by_label("Smoothing").fill("50")
     choose_axis(tab, "Tokens")
     assert serious_problems(tab) == []

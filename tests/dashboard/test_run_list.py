@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from tests.dashboard.run_writer import write_lines, write_run
 from tests.support.examples import examples
 from trainyard.core.errors import UserError
-from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log, read_texts
+from trainyard.dashboard.run_details import (
+    list_logs,
+    read_checkpoints,
+    read_config,
+    read_events,
+    read_log,
+    read_texts,
+    read_training_texts,
+)
 from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.dashboard.run_list import RunList
 from trainyard.dashboard.run_summary import KILLED, RunRow, read_summary, run_state
@@ -99,7 +107,16 @@ def outside(tmp_path: Path) -> Path:
     (root / "links").mkdir(parents=True)
     (root / "linked-run").symlink_to(secret)
     (root / "links" / "run.json").write_text("{}")
-    for name in ("metrics.jsonl", "events.jsonl", "config.yaml", "samples.jsonl", "logs", "spans", "checkpoints"):
+    for name in (
+        "metrics.jsonl",
+        "events.jsonl",
+        "config.yaml",
+        "inputs.jsonl",
+        "samples.jsonl",
+        "logs",
+        "spans",
+        "checkpoints",
+    ):
         (root / "links" / name).symlink_to(secret / name)
     return root
 
@@ -112,7 +129,9 @@ def test_links_lead_nowhere(outside: Path) -> None:
     run = runs.open("links")
     assert summary_of(runs, "links").step is None
     assert read_config(run)["problem"] == "this run has no config.yaml"
-    assert [read_events(run), read_texts(run), list_logs(run), read_checkpoints(run)] == [[], [], [], []]
+    assert [read_events(run), read_texts(run), read_training_texts(run), list_logs(run), read_checkpoints(run)] == [
+        []
+    ] * 5
     with pytest.raises(UserError, match="no such log"):
         read_log(run, "x.log")
     (outside / "links" / "logs").unlink()
@@ -126,7 +145,7 @@ def test_links_lead_nowhere(outside: Path) -> None:
 def test_pipes_do_not_block(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    for name in ("run.json", "metrics.jsonl", "events.jsonl", "config.yaml", "samples.jsonl"):
+    for name in ("run.json", "metrics.jsonl", "events.jsonl", "config.yaml", "inputs.jsonl", "samples.jsonl"):
         os.mkfifo(directory / name)
     done = threading.Thread(target=lambda: RunList(tmp_path).changes(), daemon=True)
     done.start()
@@ -157,7 +176,8 @@ YAML = st.sampled_from(
 
 @examples(400)
 @given(files=st.fixed_dictionaries({}, optional=dict.fromkeys(
-    ["run.json", "metrics.jsonl", "events.jsonl", "samples.jsonl", "spans/rank-00000.spans", "logs/1.log"], CONTENT,
+    ["run.json", *(f"{name}.jsonl" for name in ("metrics", "events", "inputs", "samples")),
+     "spans/rank-00000.spans", "logs/1.log"], CONTENT,
 ) | {"config.yaml": CONTENT | YAML}))  # fmt: skip
 def test_any_bytes_in_the_files_are_survived(tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]) -> None:
     root = tmp_path_factory.mktemp("any")
@@ -167,7 +187,7 @@ def test_any_bytes_in_the_files_are_survived(tmp_path_factory: pytest.TempPathFa
         (root / "run" / name).write_bytes(content)
     RunList(root).changes()
     run = RunDirectoryReader(root, "run")
-    for read in (read_config, read_events, read_texts, list_logs, read_checkpoints):
+    for read in (read_config, read_events, read_texts, read_training_texts, list_logs, read_checkpoints):
         read(run)
     heat_map(read_step_times(run))
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dashboard.conftest import RunningDashboard, StartPage, running_page
-from tests.dashboard.run_writer import loss_spike, write_run, write_spans
+from tests.dashboard.run_writer import loss_spike, write_lines, write_run, write_spans
 from tests.support.examples import examples
 from trainyard.dashboard.request_guard import SECURITY_HEADERS
 
-PARTS = ["curves", "events", "config", "checkpoints", "samples", "step-times", "logs", "plan"]
+PARTS = ["curves", "events", "config", "checkpoints", "inputs", "samples", "step-times", "logs", "plan"]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDashboar
     (checkpoint / "complete.json").write_text("{}")
     (run / "checkpoints" / "step_00000200").mkdir()
     (run / "samples.jsonl").write_text('{"step": 5, "prompt": "a", "text": "b\\ud800<script>"}\n')
+    parts = [["Hi", False], ["<b>Hello", True], "x", ["y"], [1, 2]]
+    inputs = [{"sample": 3, "source": "c:4", "tokens": 9, "trained": 4, "shown": 9, "parts": parts}, {"sample": -1}]
+    write_lines(run / "inputs.jsonl", inputs)
     (root.parent / "secret.log").write_text("secret")
     write_run(root, "other").joinpath("config.yaml").unlink()
     with running_page(root) as running:
@@ -47,6 +50,8 @@ def test_the_parts_of_a_run(served: RunningDashboard) -> None:
     newest, older = served.get("/api/runs/run/checkpoints")
     assert (newest["step"], newest["is_complete"], older["bytes"], older["is_complete"]) == (200, False, 7, True)
     assert served.get("/api/runs/run/samples")[0]["text"] == "b\ud800<script>"
+    (sample,) = served.get("/api/runs/run/inputs")
+    assert (sample["source"], sample["trained"], sample["parts"]) == ("c:4", 4, [["Hi", False], ["<b>Hello", True]])
     assert [log["file"] for log in served.get("/api/runs/run/logs")] == ["7.log", "7-1/node/rank-0.log"]
     assert served.get("/api/runs/run/step-times")["rows"][0][0] == 1.0
     assert served.get("/api/runs/other/plan")["problem"].startswith("the plan needs config.yaml")

@@ -22,6 +22,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+PARTS = '[["[user]Hi[assistant]", false], ["Good day.<256>", true]]}'
 
 
 def train(directory: Path) -> tuple[Path, Path]:
@@ -51,6 +52,8 @@ def answer(model: InferenceModel) -> tuple[str, str | None]:
 
 def test_a_fine_tuned_model_answers_and_stops_by_itself(tmp_path: Path) -> None:
     base, run = train(tmp_path)
+    (inputs,) = {line.partition('"source"')[2] for line in (run / "inputs.jsonl").read_text().splitlines()}
+    assert inputs.endswith(' "tokens": 29, "trained": 10, "shown": 29, "parts": ' + PARTS), inputs
     checkpoint = run / "checkpoints" / "step_00000040"
     assert answer(load(run)) == (ANSWER, "stop")
     for adapter in (run, checkpoint, run / "adapter"):

@@ -52,6 +52,7 @@ def collect_parts(run: RunDirectoryReader, with_plan: bool) -> dict[str, Any]:
         "config": read_config(run),
         "checkpoints": read_checkpoints(run),
         "samples": read_texts(run),
+        "inputs": [],  # a report is sent to others, who may not be meant to read the data
         "step-times": heat_map(read_step_times(run)),
         "plan": {"state": "done", **(PlanComparisons().compute(run) if with_plan else skipped)},
         "logs": logs,

@@ -19,6 +19,7 @@ from trainyard.run.parts import build_parts
 from trainyard.run.records import RunSummary, check_weights, step_record, too_many_skipped
 from trainyard.run.setup import TrainSetup
 from trainyard.run.shutdown import quiet_garbage_collector
+from trainyard.run.training_texts import write_training_texts
 from trainyard.train.evaluate import evaluate_sets
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import learning_rate
@@ -42,6 +43,7 @@ class Trainer(TrainSetup):
                 weights_from = config.checkpoint.weights_from
                 self.model_files = run_model_files(config.data, config.model, weights_from, self.resumed)
                 atomic_write_text(directory / "config.yaml", dump(config))
+                write_training_texts(directory, config, self.loader)
             closing_parts, start = build_parts(self), time.perf_counter()
             with self.stop_signal.handle_signals(), closing_parts:
                 for part in self.parts:

@@ -1,4 +1,5 @@
-// Everything about one run: facts, and tabs with its events, step times, plan, configuration, checkpoints, texts, log.
+// Everything about one run: facts, and tabs with its events, step times, plan, configuration, checkpoints, data, texts,
+// log.
 
 import { element, emptyState } from "./dom.js";
 import { compact, count, dateTime, percent, significant } from "./format.js";
@@ -6,6 +7,7 @@ import {
   checkpointsPanel,
   configPanel,
   eventsPanel,
+  inputsPanel,
   logPanel,
   planPanel,
   samplesPanel,
@@ -18,6 +20,7 @@ const TABS = [
   ["plan", "Plan", planPanel],
   ["config", "Config", configPanel],
   ["checkpoints", "Checkpoints", checkpointsPanel],
+  ["data", "Data", inputsPanel],
   ["texts", "Texts", samplesPanel],
   ["log", "Log", logPanel],
 ];

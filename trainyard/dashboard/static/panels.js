@@ -196,6 +196,38 @@ export async function samplesPanel({ name, source }) {
   );
 }
 
+/** Samples of the first step, with what of them is trained. */
+export async function inputsPanel({ name, source, state }) {
+  const found = await source.part(name, "inputs");
+  if (!found.length)
+    return emptyState(
+      "No samples: runs on conversations (data.source=chat) write their first ones, which reports leave out. To print some:",
+      `trainyard data show ${shellWord(state.pathOf(name))} --step 1`,
+    );
+  return element(
+    "ol",
+    { className: "texts" },
+    found.map((each) =>
+      element(
+        "li",
+        {},
+        element("p", { className: "line" }, `sample ${each.sample}: ${each.source}`),
+        element(
+          "blockquote",
+          {},
+          each.parts.map(([text, isTrained]) => (isTrained ? element("mark", {}, text) : text)),
+        ),
+        element("p", { className: "line" }, trainedText(each)),
+      ),
+    ),
+  );
+}
+
+function trainedText({ tokens, trained, shown }) {
+  const text = `${count(tokens)} tokens, ${count(trained)} trained (${percent(trained / Math.max(tokens, 1))})`;
+  return shown < tokens ? `${text}; the first ${count(shown)} are shown` : text;
+}
+
 /** The end of a log file. It continues where it was, and follows the end unless the user has scrolled up. */
 export async function logPanel({ name, source, memory }) {
   const files = await source.part(name, "logs");

@@ -1,7 +1,6 @@
 """`trainyard data show`: print samples with what of them is trained."""
 
 import sys
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +18,7 @@ from trainyard.config.load import load
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.data.text.marked_text import marked_text
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.metrics.json_lines import read_json_lines
 from trainyard.metrics.loggers.base import EVENTS_FILE
@@ -180,32 +180,18 @@ def sample_lines(batch: "Sample", row: int, tokenizer: Tokenizer | None, colored
 
 def causal_lines(tokens: list[int], labels: list[int], tokenizer: Tokenizer | None, colored: bool) -> list[str | Text]:
     """The text with what has a loss, and counts."""
-    trained = [False, *(label != IGNORE_INDEX for label in labels)]
-    tokens = [*tokens, labels[-1] if trained[-1] else 0]
-    while tokens and not (tokens[-1] or trained[len(tokens) - 1]):
-        tokens.pop()  # padding
-    text = Text()
-    for is_trained, pairs in groupby(zip(tokens, trained, strict=False), key=lambda pair: pair[1]):
-        shown = _visible([token for token, _ in pairs], tokenizer)
-        if is_trained and not colored:
-            shown = f"[[{shown}]]"
-        text.append(shown, "bold green" if is_trained else "")
-    count = sum(trained[: len(tokens)])
-    return [text, f"{counted(len(tokens), 'token', ',')}, {count:,} trained ({100 * count / max(len(tokens), 1):.1f}%)"]
+    shown, text = marked_text(tokens, labels, tokenizer), Text()
+    for part, is_trained in shown.parts:
+        visible = _visible(part)
+        marked = f"[[{visible}]]" if is_trained and not colored else visible
+        text.append(marked, "bold green" if is_trained else "")
+    share = 100 * shown.num_trained / max(shown.num_tokens, 1)
+    return [text, f"{counted(shown.num_tokens, 'token', ',')}, {shown.num_trained:,} trained ({share:.1f}%)"]
 
 
-def _visible(tokens: list[int], tokenizer: Tokenizer | None) -> str:
+def _visible(text: str) -> str:
     """Text in which line breaks are line breaks and shown, and other control characters are escaped."""
-    if tokenizer is None:
-        return " ".join(map(str, tokens)) + " "
-    known = [token for token in tokens if token < tokenizer.vocab_size]
-    texts: list[str] = []
-    for is_special, run in groupby(known, key=lambda token: token in tokenizer.special_ids):
-        ids = list(run)
-        # The byte tokenizer has no text for its end of a document.
-        texts += [tokenizer.decode([token]) or f"<{token}>" for token in ids] if is_special else [tokenizer.decode(ids)]
-    lines = "".join(texts).split("\n")
-    return "\\n\n".join(terminal_safe(line, sys.stdout.encoding or "utf-8") for line in lines)
+    return "\\n\n".join(terminal_safe(line, sys.stdout.encoding or "utf-8") for line in text.split("\n"))
 
 
 def token_text(tokens: list[int], tokenizer: Tokenizer | None) -> str:
