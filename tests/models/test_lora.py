@@ -14,6 +14,7 @@ from trainyard.config.load import dump, load, parse
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard
 from trainyard.families.linear_wrappers.lora import parameter_group
+from trainyard.families.model_config import first_model_difference
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.frozen_linear import dequantize, quantize_frozen
 from trainyard.kernels.nf4 import quantize_nf4
@@ -308,3 +309,10 @@ def test_bases_that_cannot_be_stored() -> None:
         tiny_config(BASE, lora={"base": "nf4"}, precision={"kind": "fp8"})
     with pytest.raises(UserError, match=r"lora\.base=fp8: in all layers"):
         tiny_config(BASE, lora={"base": "fp8"}, precision={"kind": "fp8", "bf16_first_layers": 1})
+
+
+def test_models_differ_in_the_keys_that_change_logits() -> None:
+    section = model_section(rank=8)
+    assert first_model_difference(section, model_section(rank=8, lr_ratio=4.0, dropout=0.1, init_from="a")) is None
+    assert first_model_difference(section, model_section(rank=8, alpha=3.0)) == ("linear.lora.alpha", 32.0, 3.0)
+    assert first_model_difference(section, section.without_wrappers) == ("linear.lora.rank", 8, None)

@@ -30,6 +30,8 @@ class LinearWrapper:
 
     keys: ClassVar[type[Section]]
     """Its keys in model.linear.NAME."""
+    training_keys: ClassVar[frozenset[str]] = frozenset()
+    """Those of its keys that change neither weights nor logits, so that a run may resume with another value."""
     module: str | Callable[..., Any]
     """Makes the module, of a subclass of `Linear`, from (linear, make, name, options): the layer to replace, the
     ModuleFactory, the layer's name (`layers.3.mlp.down`) and the values of `keys`. As text, `package.module:Class`, it

@@ -121,13 +121,17 @@ def first_model_difference(model_a: ModelConfig, model_b: ModelConfig) -> tuple[
     Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices, balance of
     experts), or to text only (special tokens), do not count.
     """
-    a, b = (
-        {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
-        | {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}
-        for model in (model_a, model_b)
-    )
+    a, b = _compared_keys(model_a), _compared_keys(model_b)
     for key in a | b:
         ignored = key.endswith(("dropout", "_token_id", "new_tokens")) or key.startswith("fuse") or key in TRAINING_KEYS
         if not ignored and a.get(key) != b.get(key):
             return key, a.get(key), b.get(key)
     return None
+
+
+def _compared_keys(model: ModelConfig) -> dict[str, Any]:
+    keys = {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
+    keys |= {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}
+    for (wrapper, _), (name, options) in zip(model.linear.wrappers(), keys.pop("linear").items(), strict=True):
+        keys |= {f"linear.{name}.{key}": options[key] for key in options if key not in wrapper.training_keys}
+    return keys

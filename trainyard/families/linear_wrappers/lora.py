@@ -70,6 +70,7 @@ class Lora(LinearWrapper):
     """The adapters of linear layers."""
 
     keys = LoraKeys
+    training_keys = frozenset({"dropout", "lr_ratio", "init_from"})
     module = "trainyard.models.lora:LoraLinear"
 
     def specs(self, options: Any, weight: ParamSpec) -> Sequence[ParamSpec]:
