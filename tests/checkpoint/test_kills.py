@@ -79,7 +79,8 @@ class KilledRun:
             assert record.losses == {step: undisturbed.losses[step] for step in record.losses}
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(NIGHTLY_KILLS, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kills", [20, NIGHTLY_KILLS])
 def test_random_kills(run_once: RunOnce, tmp_path: Path, kills: int) -> None:
     run = KilledRun(run_once, tmp_path)
     assert run.resume(last_step=1).exit_codes == [0]

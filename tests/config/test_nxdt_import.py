@@ -175,7 +175,13 @@ def test_70b_example_matches_the_recipe(name: str, recipe: str, also: dict[str, 
     assert changed == {"layout.bucket_mib": (1024, 256), "log.name": ("hf_llama", recipe), **also}
 
 
-@pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_gpt", "hf_llama3_8B_SFT_lora"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("hf_llama3_8B", "megatron_gpt")),
+        "hf_llama3_8B_SFT_lora",
+    ],
+)
 def test_imported_config_trains_as_smoke_trial(name: str, tmp_path: Path) -> None:
     small = smoke_config(load_source(HERE / f"{name}.yaml", warn=ignore_warning))
     overrides = [f"log.directory={tmp_path}", "device.name=cpu", "train.steps=3"]

@@ -43,7 +43,6 @@ TRAINED_IN_FAST_TIER = {
     "bert-large-phase1-lamb",
     "gpt3-6.7b",
     "deepseek-coder-1.3b",
-    "llama3.1-70b-trn2",
 }
 
 

@@ -77,14 +77,9 @@ def test_resume_at_another_layout(pool: Pool, tmp_path: Path) -> None:
     assert resumed["losses"] == pytest.approx(first["losses"][1:], rel=2e-6)
 
 
-@pytest.mark.parametrize(
-    "buckets",
-    [
-        BUCKETS,
-        # More graphs of one function than torch's default limit.
-        pytest.param([4, 6, 8, 10, 12, 14, 16, 20, 24, 32], marks=pytest.mark.nightly),
-    ],
-)
+# The second has more graphs of one function than torch's default limit.
+@pytest.mark.nightly
+@pytest.mark.parametrize("buckets", [BUCKETS, [4, 6, 8, 10, 12, 14, 16, 20, 24, 32]])
 def test_each_length_has_its_graphs(pool: Pool, tmp_path: Path, buckets: list[int]) -> None:
     """Those of a block, the embedding and the head, all in the first epoch."""
     data = configure("single").data.model_dump(mode="json")

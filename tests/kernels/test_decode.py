@@ -206,7 +206,7 @@ class CachedAttention(nn.Module):
 
 @pytest.mark.parametrize(
     ("config", "batch"),
-    [pytest.param(LLAMA, 1, marks=pytest.mark.nightly), (LLAMA, 2), (GPT, 2)],
+    [pytest.param(LLAMA, 1, marks=pytest.mark.nightly), (LLAMA, 2), pytest.param(GPT, 2, marks=pytest.mark.nightly)],
     ids=["llama-1", "llama-2", "gpt-2"],
 )
 def test_decoding_gives_the_logits_of_a_full_pass(config: LlamaConfig | GptConfig, batch: int) -> None:

@@ -181,6 +181,7 @@ def test_names_of_loggers_have_classes() -> None:
     assert all(issubclass(logger_class(name), Logger) for name in LOGGERS.built_in)
 
 
+@pytest.mark.nightly
 def test_files_of_a_killed_and_resumed_run_have_each_step_once(resumed_run: Path) -> None:
     records = [json.loads(line) for line in (resumed_run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [*range(1, STEPS + 1)]
@@ -191,6 +192,7 @@ def test_files_of_a_killed_and_resumed_run_have_each_step_once(resumed_run: Path
     assert [(event["event"], event["step"]) for event in events] == [("start", 0), ("start", 4), ("end", 10)]
 
 
+@pytest.mark.nightly
 def test_tensorboard_of_a_resumed_run(resumed_run: Path) -> None:
     board = EventAccumulator(str(resumed_run / "tensorboard"))
     board.Reload()
@@ -223,6 +225,7 @@ def wandb_history(run_directory: Path) -> list[dict[str, Any]]:
     return [record["history"]["item"] for record in wandb_records(run_directory) if record["type"] == "history"]
 
 
+@pytest.mark.nightly
 def test_killed_run_is_failed_until_it_resumes(resumed_run: Path) -> None:
     """Nothing in the killed process could report it: its loggers do."""
     killed = resumed_run.parent / "killed" / "run"
@@ -231,6 +234,7 @@ def test_killed_run_is_failed_until_it_resumes(resumed_run: Path) -> None:
     assert [run.info.status for run in mlflow_runs(killed)[1]] == ["FAILED"]
 
 
+@pytest.mark.nightly
 def test_wandb_of_a_resumed_run(resumed_run: Path) -> None:
     rows = wandb_history(resumed_run)
     assert [row["_step"] for row in rows if "train/loss" in row] == [*range(1, STEPS + 1)]
@@ -248,6 +252,7 @@ def mlflow_runs(resumed_run: Path) -> tuple[Any, list[Any]]:
     return client, list(client.search_runs([experiment.experiment_id]))
 
 
+@pytest.mark.nightly
 def test_mlflow_of_a_resumed_run(resumed_run: Path) -> None:
     client, (run,) = mlflow_runs(resumed_run)
     assert (run.info.status, run.data.params["model.hidden"]) == ("FINISHED", "32")

@@ -152,8 +152,7 @@ def test_recompute_saves_memory() -> None:
     assert saved_elements["attention"] < saved_elements["none"]
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "lora"), [(False, False), (True, True)])
 def test_recompute_of_norms_and_activations_drops_their_results(fused: bool, lora: bool) -> None:
     """Their result is what memory goes to: the matmul that reads it saves it."""
     section = configs.tiny_config("llama", **({"lora": {"rank": 2}} if lora else {})).model

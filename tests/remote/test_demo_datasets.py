@@ -19,6 +19,7 @@ def run(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.nightly
 def test_wikipedia_is_a_dump(tmp_path: Path) -> None:
     assert run("get", "sample-wikipedia", tmp_path / "dump") == 0
     (dump,) = (tmp_path / "dump").iterdir()

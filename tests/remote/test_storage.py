@@ -236,7 +236,7 @@ def train(
     return [record["loss"] for record in map(json.loads, text.splitlines()) if "loss" in record], messages
 
 
-NIGHTLY_KINDS = [pytest.param(kind, marks=pytest.mark.nightly if kind in ("file", "s3") else []) for kind in KINDS]
+NIGHTLY_KINDS = [pytest.param(kind, marks=pytest.mark.nightly if kind != "path" else []) for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind", NIGHTLY_KINDS)
@@ -260,7 +260,7 @@ def test_a_run_saves_prunes_and_resumes(urls: dict[str, str], tmp_path: Path, ki
 
 
 @pytest.mark.parametrize(
-    "kind", ["path", "s3", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("file", "memory"))]
+    "kind", ["s3", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("path", "file", "memory"))]
 )
 def test_a_corrupt_checkpoint_is_skipped(urls: dict[str, str], tmp_path: Path, kind: str) -> None:
     url = urls[kind]

@@ -115,10 +115,10 @@ PIPELINE = "layout.pp=2 train.micro_batch=4"
     ("ranks", "layout"),
     [
         (1, "model.layers=9"),
-        (2, f"model.layers=7 {PIPELINE} layout.pipeline_cuts=[0]"),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
+                (2, f"model.layers=7 {PIPELINE} layout.pipeline_cuts=[0]"),
                 (2, f"model.layers=8 {PIPELINE}"),
                 (2, "model.layers=6 layout.tp=2 layout.sequence_parallel=true"),
                 (2, "model.layers=6 layout.zero=1"),

@@ -15,18 +15,14 @@ from trainyard.preflight.plan.search import LayoutSearch, override_values
 from trainyard.preflight.plan.time.step_time import predict_step
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("recipe", "hardware_name"),
     [
         ("deepseek-coder-33b", "trn1.32xlarge:4"),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (
-                ("deepseek-coder-33b", "trn2.48xlarge:2"),
-                ("bert-large-phase1", "h200:8"),
-                ("mixtral-8x7b", "h100:32"),
-            )
-        ),
+        ("deepseek-coder-33b", "trn2.48xlarge:2"),
+        ("bert-large-phase1", "h200:8"),
+        ("mixtral-8x7b", "h100:32"),
     ],
 )
 def test_search_results_are_valid_and_fit(recipe: str, hardware_name: str) -> None:

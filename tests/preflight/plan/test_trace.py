@@ -65,6 +65,7 @@ def test_equals_torchs_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch) ->
     assert planned == trace(stage)
 
 
+@pytest.mark.nightly
 def test_needs_no_compiler_and_does_not_change_with_it() -> None:
     """torch's compiler takes two seconds to import, and registers rules of its own for tensors without memory."""
     script = """
