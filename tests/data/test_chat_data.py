@@ -300,6 +300,7 @@ def test_a_model_answers_what_it_was_trained_to_answer(tmp_path: Path) -> None:
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in answers.items()]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
     config = tiny_config(
+        {**LLAMA, "max_positions": 96},
         data={"source": "chat", "paths": str(tmp_path / "a.jsonl"), "seq_len": 96, "tokenizer": "bytes"},
         train={"steps": 150, "global_batch": 2},
         optimizer={"lr": 1e-2},

@@ -385,6 +385,8 @@ def test_layout_equals_one_rank(
 ) -> None:
     if "experts" in model and "precision" in sections:
         size = FAST  # after a few steps, rounding to bf16 sends a token to another expert, whose gradient jumps
+    if sections.get("lora", {}).get("base") == "fp8":
+        size = FAST  # each rank scales its part of a matrix, and what that rounds differently grows with steps
     config = configure(layout, model, sections, size)
     if config.layout.pipeline_schedule != "1f1b" and not supports_zero_bubble():
         with pytest.raises(RankFailed, match="nearest: 1f1b"):

@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +130,9 @@ class Engine:
             # A small model on a CPU would need 5 % of its time to check what never changes between steps, and 10 % to
             # call its kernels from Python.
             options: Any = {"guard_filter_fn": _guards_to_keep, "cpp_wrapper": device.synchronous}
-            self.compute_logits = torch.compile(self._decode_logits, dynamic=False, fullgraph=True, options=options)
+            # Graphs belong to code, and without conditions on modules every engine would take those of the first one.
+            decode = FunctionType(Engine._decode_logits.__code__.replace(), globals())
+            self.compute_logits = torch.compile(partial(decode, self), dynamic=False, fullgraph=True, options=options)
         self.steps: dict[DecodeVariant, Callable[[], PendingTokens]] = {}
 
     @torch.inference_mode()
