@@ -228,7 +228,7 @@ def generation_of(config: Config) -> str:
     return next((name for name in LNC_CHOICES if name in config.hardware), "trn1")
 
 
-FAST_RECIPES = ("tiny-llama", "llama2-7b")
+FAST_RECIPES = ("tiny-chat", "llama2-7b")
 
 
 @pytest.mark.parametrize(

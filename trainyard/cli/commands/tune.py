@@ -30,7 +30,7 @@ from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.quantities import counted
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
-from trainyard.preflight.dryrun.dry_run import SYNTHETIC_DATA
+from trainyard.preflight.dryrun.dry_run import synthetic_data
 from trainyard.preflight.tune.search import MAX_DRIFT, TuneSearch, run_search
 from trainyard.preflight.tune.search_space import KEY_MICRO_BATCH, SearchSpace
 from trainyard.preflight.tune.trial import Choice, Trial, run_with_timeout, trial_from_process
@@ -76,7 +76,7 @@ def tune(
     fixed_keys = {override.partition("=")[0] for override in override_list}
     keys = config.model_dump(mode="json")
     missing = has_missing_files(config.data)
-    base_config = parse({**keys, "data": {**keys["data"], **SYNTHETIC_DATA}}) if missing else config
+    base_config = parse({**keys, "data": synthetic_data(keys["data"])}) if missing else config
     space = SearchSpace(base_config, nproc, fixed_keys=fixed_keys)
     target = output_path(source, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)

@@ -5,7 +5,7 @@ size on a laptop. A process can have one dry run at a time. `trace_steps` record
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,15 @@ SYNTHETIC_DATA: dict[str, object] = {
     "order": "shuffled",
     "split": None,
     "mask_eod_loss": False,
+    "packing": False,
     "buckets": [],
+    "chat": {},
 }
+
+
+def synthetic_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A data section without files, whose samples have the fields of those of `data`."""
+    return {**data, **SYNTHETIC_DATA, "document_mask": bool(data.get("document_mask") or data.get("packing"))}
 
 
 @contextmanager
@@ -72,7 +79,7 @@ def without_io(config: Config) -> Config:
     """The same run without files: synthetic data, no text samples, no loggers, no callbacks, nothing saved, nothing
     resumed."""
     sections = config.model_dump(mode="json")
-    sections["data"] |= SYNTHETIC_DATA
+    sections["data"] = synthetic_data(sections["data"])
     if config.evaluate.every and not config.data.validation_fraction:  # other samples, which are files or the user's
         sections["data"]["validation_fraction"] = SMOKE_VALIDATION_FRACTION
     sections["evaluate"]["sets"] = {}
