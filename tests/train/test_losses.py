@@ -44,6 +44,21 @@ def test_equals_torch_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_token
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_losses_of_tokens_have_gradients_of_their_own(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    monkeypatch.setattr(decisions, "MIN_CHUNK_TOKENS", 7)
+    h, w, b, labels = case(bias=bias)
+    inputs = [x for x in (h, w, b) if x is not None]
+    own = chunked_cross_entropy(ModelOutput(h, w, b), labels, logits_bytes=1, per_token=True)
+    logits = F.linear(h, w, b).flatten(0, 1)
+    plain = F.cross_entropy(logits, labels.flatten().long(), ignore_index=-100, reduction="none").view(labels.shape)
+    torch.testing.assert_close(own, plain, rtol=1e-6, atol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad(own.square().sum(), inputs), torch.autograd.grad(plain.square().sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
 def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "MIN_CHUNK_TOKENS", 8)
     h, w, _, labels = case(tokens=400, dtype=torch.bfloat16)

@@ -66,6 +66,7 @@ def step_record(
         "global_batch": global_batch,
         "loss": float(result.loss),
         **(terms if len(terms) > 1 else {}),
+        **{name: float(value) for name, value in result.metrics.items()},
         "grad_norm": float(result.grad_norm),
         "param_norm": float(optimizer.weight_norm()),
         "skipped": status.skipped_total,

@@ -5,9 +5,9 @@ is computed once.
 of a chunk (torch, compiled torch, or one fused kernel of the device).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ MAX_LOGITS_BYTES = 1 << 25
 """Size of the fp32 logits that exist at one time, unless the device sets another."""
 
 ChunkLossFn = Callable[[Tensor, Tensor, ModelOutput], Tensor]
-"""(logits, labels, output): returns the summed loss of a chunk and overwrites the logits with their gradient."""
+"""(logits, labels, output): returns the loss of each token and overwrites the logits with its gradient."""
 
 
 class HeadGemm:
@@ -86,16 +86,22 @@ def chunked_cross_entropy(
     make_gemm: Callable[[Tensor, Tensor | None], HeadGemm] = HeadGemm,
     logits_bytes: int = MAX_LOGITS_BYTES,
     max_chunks: int | None = None,
+    per_token: bool = False,
 ) -> Tensor:
     """Sum of -log softmax(logits)[label] over all labels except IGNORE_INDEX. Each tensor-parallel rank computes the
     logits of its part of the vocabulary, one chunk of tokens at a time. A trace, which needs no values, takes only the
-    first `max_chunks` of them, because all allocate the same."""
+    first `max_chunks` of them, because all allocate the same.
+
+    `per_token` returns the terms of the sum, in the shape of the labels. Its gradients are not known before those of
+    the terms are, so backward computes the logits once more."""
     hidden = output.hidden_for_head().flatten(0, -2)
     size = loss_chunk_tokens(hidden.shape[0], output.weight.shape[0], logits_bytes)
     starts = range(0, hidden.shape[0], size)[:max_chunks]
-    functions = (chunk_loss or torch_chunk_loss, make_gemm)
-    options = (labels.flatten(), output, *functions, size, starts, torch.is_grad_enabled())
-    return _ChunkedCrossEntropy.apply(hidden, output.weight, output.bias, *options)  # type: ignore[no-untyped-call]
+    chunks = _Chunks(labels.flatten(), output, chunk_loss or torch_chunk_loss, make_gemm, size, starts)
+    inputs = (hidden, output.weight, output.bias, chunks)
+    if per_token:
+        return _TokenLosses.apply(*inputs).view(labels.shape)  # type: ignore[no-untyped-call]
+    return _ChunkedCrossEntropy.apply(*inputs, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
 
 
 def make_head_loss(
@@ -117,7 +123,7 @@ def select_chunk_loss(kernels: Kernels, compile_fn: CompileFn | None) -> ChunkLo
         return unfused
 
     def chunk_loss(logits: Tensor, labels: Tensor, output: ModelOutput) -> Tensor:
-        return fused(logits, labels, IGNORE_INDEX).sum() if output.tp.size == 1 else unfused(logits, labels, output)
+        return fused(logits, labels, IGNORE_INDEX) if output.tp.size == 1 else unfused(logits, labels, output)
 
     return chunk_loss
 
@@ -141,7 +147,7 @@ def softmax_(logits: Tensor, counts: Tensor, label_logits: Tensor, tp: TensorAxi
 def torch_chunk_loss(
     logits: Tensor, labels: Tensor, output: ModelOutput, softmax: Callable[..., Tensor] = softmax_
 ) -> Tensor:
-    """The loss of a chunk in plain torch, for a vocabulary that is split over tensor-parallel ranks or not."""
+    """The losses of a chunk in plain torch, for a vocabulary that is split over tensor-parallel ranks or not."""
     counts = (labels != IGNORE_INDEX)[:, None]
     target = torch.where(counts, labels[:, None], 0)
     is_local = counts
@@ -157,7 +163,7 @@ def torch_chunk_loss(
     label_logits = torch.where(is_local, logits.gather(1, target).float(), 0.0)
     loss = softmax(logits, counts, label_logits, output.tp)
     logits.scatter_(1, target, logits.gather(1, target) - is_local.to(logits.dtype))
-    return loss.sum()
+    return loss[:, 0]
 
 
 def pad_rows(x: Tensor, count: int) -> Tensor:
@@ -165,48 +171,71 @@ def pad_rows(x: Tensor, count: int) -> Tensor:
     return torch.cat((x, x.new_zeros(count, *x.shape[1:])))
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass, one chunk of tokens after the other in one buffer of logits."""
+class _Chunks(NamedTuple):
+    """How the loss is computed: one chunk of tokens after the other, in one buffer of logits."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        output: ModelOutput,
-        chunk_loss: ChunkLossFn,
-        make_gemm: Callable[[Tensor, Tensor | None], HeadGemm],
-        size: int,
-        starts: range,
-        train: bool,
-    ) -> Tensor:
+    labels: Tensor
+    output: ModelOutput
+    loss: ChunkLossFn
+    make_gemm: Callable[[Tensor, Tensor | None], HeadGemm]
+    size: int
+    starts: range
+
+    def losses(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: "_HeadGradients | None" = None,
+        weights: Tensor | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
+        """The first token of each chunk, and the losses of its tokens. `gradients` are those of their sum, with a
+        weight for each token if given."""
         vocab = weight.shape[0]
         # GPUs are slow with odd matrix sizes and reject them in fp8: add tokens that the softmax does not see.
         padding = -vocab % SIZE_MULTIPLE
         if padding:
             weight, bias = pad_rows(weight, padding), None if bias is None else pad_rows(bias, padding)
-        head = make_gemm(weight, bias)
-        buffer = hidden.new_empty(size, vocab + padding)
-        loss = torch.zeros((), device=hidden.device)
-        # Accumulated over chunks in fp32: bf16 would lose small terms.
-        d_hidden = torch.empty_like(hidden) if train else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if train and ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if train and bias is not None else None
-        for start in starts:
-            h, y = hidden[start : start + size], labels[start : start + size]
+        head = self.make_gemm(weight, bias)
+        buffer = hidden.new_empty(self.size, vocab + padding)
+        for start in self.starts:
+            tokens = slice(start, start + self.size)
+            h, y = hidden[tokens], self.labels[tokens]
             logits = buffer[: len(h)]
             head.logits(h, logits)
-            loss += chunk_loss(logits[:, :vocab], y, output)
+            loss = self.loss(logits[:, :vocab], y, self.output)
             if padding:
                 logits[:, vocab:].zero_()
-            if d_hidden is not None:
-                head.backward(logits, h, d_hidden[start : start + size], d_weight)
-            if d_bias is not None:
-                d_bias += logits.sum(0, dtype=torch.float32)
-        d_weight, d_bias = (None if x is None else x[:vocab] for x in (d_weight, d_bias))
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+            if gradients:
+                if weights is not None:
+                    logits.mul_(weights[tokens, None])
+                head.backward(logits, h, gradients.hidden[tokens], gradients.weight)
+                if gradients.bias is not None:
+                    gradients.bias += logits.sum(0, dtype=torch.float32)
+            yield start, loss
+
+
+class _HeadGradients:
+    """Accumulated over chunks, of what is trained in fp32: bf16 would lose small terms."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, trains_weight: bool) -> None:
+        rows = weight.shape[0] + -weight.shape[0] % SIZE_MULTIPLE
+        self.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        self.vocab, self.hidden = weight.shape[0], torch.empty_like(hidden)
+        self.weight = weight.new_zeros(rows, weight.shape[1], dtype=torch.float32) if trains_weight else None
+        self.bias = None if bias is None else bias.new_zeros(rows, dtype=torch.float32)
+
+    def tensors(self) -> list[Tensor | None]:
+        """Of hidden, weight and bias, without padding."""
+        return [self.hidden, *(None if each is None else each[: self.vocab] for each in (self.weight, self.bias))]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Computes the gradients in the forward pass, so that each logit is computed once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: _Chunks, train: bool) -> Tensor:
+        gradients = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[1]) if train else None
+        loss = torch.zeros((), device=hidden.device)
+        for _, losses in chunks.losses(hidden, weight, bias, gradients):
+            loss += losses.sum()
+        ctx.save_for_backward(*(gradients.tensors() if gradients else ()))
         ctx.scaled_by = None
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         return loss
@@ -218,4 +247,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale = grads[0] if ctx.scaled_by is None else grads[0] / ctx.scaled_by
         ctx.scaled_by = grads[0]
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(d.data.mul_(scale).to(dtype) if d is not None else None for d, dtype in saved), *[None] * 7
+        return *(d.data.mul_(scale).to(dtype) if d is not None else None for d, dtype in saved), None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """The loss of each token. Backward, which learns how much each counts, computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: _Chunks) -> Tensor:
+        losses = torch.zeros(len(hidden), device=hidden.device)
+        for start, found in chunks.losses(hidden, weight, bias):
+            losses[start : start + len(found)] = found
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.chunks = chunks
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        gradients = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[1])
+        for _ in ctx.chunks.losses(hidden, weight, bias, gradients, grads[0]):
+            pass
+        found = zip(gradients.tensors(), gradients.dtypes, strict=True)
+        return *(None if each is None else each.to(dtype) for each, dtype in found), None

@@ -43,9 +43,8 @@ class EvaluationTotals:
         sums, counts = (
             torch.tensor([values[name] for name in names], dtype=torch.float64) for values in (self.sums, self.counts)
         )
-        means = dict(zip(names, mean_loss(sums, counts)[1].tolist(), strict=True))
-        terms = len(self.term_names)
-        result = {"loss": float(mean_loss(sums[:terms], counts[:terms])[0])}
+        loss, every_mean = mean_loss(sums, counts, len(self.term_names))
+        means, result = dict(zip(names, every_mean.tolist(), strict=True)), {"loss": float(loss)}
         for name in set(self.term_names) & set(PERPLEXITY_TERMS):
             result["perplexity"] = exp(min(means[name], 700.0))
         # A single term equals the loss and is not repeated.
@@ -67,7 +66,7 @@ def evaluate(
     """
     device = runner.device.torch_device
     rng_key = torch.zeros(2, dtype=torch.int32, device=device)
-    names = [*loss.term_names, *metrics]
+    names = [*loss.term_names, *loss.metric_names, *metrics]
     batch_sums = LossAccumulator(names, device, runner.mesh)
     totals = torch.zeros(2, len(names), dtype=torch.float64)
     # Sums of the last batches on their way to the host. Waiting for each would leave the device idle.

@@ -19,8 +19,9 @@ LossTerms = dict[str, "tuple[Tensor, Tensor]"]
 """(sum, count) of each term."""
 LossFunction = Callable[["ModelOutput", "Batch"], "tuple[Tensor, Tensor]"]
 """A user's loss: (output, batch) to (sum, count)."""
-HeadLoss = Callable[["ModelOutput", "Tensor"], "Tensor"]
-"""(output, labels) to the cross entropy summed over all labels except IGNORE_INDEX."""
+HeadLoss = Callable[..., "Tensor"]
+"""(output, labels) to the cross entropy summed over all labels except IGNORE_INDEX; with per_token=True, that of each
+label, in their shape."""
 
 
 class Loss:
@@ -29,6 +30,8 @@ class Loss:
 
     term_names: tuple[str, ...] = ()
     """Names of the terms; the loss is their sum, and each is a metric."""
+    metric_names: tuple[str, ...] = ()
+    """Names of what `terms` has besides, to report its means."""
     is_causal: bool = False
     """It trains a model to predict the next token, which can therefore generate text."""
 
@@ -46,7 +49,7 @@ class Loss:
         raise NotImplementedError
 
     def terms(self, output: "ModelOutput", batch: "Batch") -> LossTerms:
-        """Sum and count of each term over this batch."""
+        """Sum and count of each term and metric over this batch."""
         raise NotImplementedError
 
 

@@ -30,6 +30,8 @@ class StepResult:
     loss: Tensor
     terms: dict[str, Tensor]
     """Mean of each loss term over the global batch; NaN if none of its labels count."""
+    metrics: dict[str, Tensor]
+    """Mean of each metric of the loss."""
     grad_norm: Tensor
     """Before clipping."""
     label_count: Tensor
@@ -64,7 +66,7 @@ class TrainStep:
         # These keep their addresses, so that CUDA graphs can read them.
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=device)
         self.loss_divisors = torch.ones(len(loss_fn.term_names), device=device)
-        self.loss_sums = LossAccumulator(loss_fn.term_names, device, runner.mesh)
+        self.loss_sums = LossAccumulator((*loss_fn.term_names, *loss_fn.metric_names), device, runner.mesh)
         self.on_gradients_ready, self.stopwatch = on_gradients_ready, stopwatch
         self.spans, self.waiting = runner.spans, waiting
 
@@ -89,8 +91,9 @@ class TrainStep:
         local_status = self.device.to_device(torch.tensor(status, dtype=torch.float32))
         with self.waiting():
             totals, counts, status_sums = self.loss_sums.all_reduce(local_status)
-        loss, means = mean_loss(totals, counts)
-        term_means = dict(zip(self.loss_fn.term_names, means, strict=True))
+        loss, means = mean_loss(totals, counts, len(self.loss_divisors))
+        means_by_name = dict(zip(self.loss_sums.names, means, strict=True))
+        metrics = {name: means_by_name.pop(name) for name in self.loss_fn.metric_names}
         grad_scale = torch.ones_like(loss) if counts_per_batch else torch.where(counts[0] > 0, 1 / counts[0], 1.0)
         lr_tensor = self.device.to_device(torch.tensor(lr, dtype=torch.float32))
         with self.spans("reduce"):
@@ -99,10 +102,10 @@ class TrainStep:
             self.on_gradients_ready()
         with self.spans("optimizer"):
             norm = self.optimizer.step(lr_tensor, grad_scale, loss, step)
-        label_count = counts.max()
+        label_count = counts[: len(self.loss_divisors)].max()
         numbers = torch.stack((*self.optimizer.guard.skip_counts.float(), loss, norm, label_count))
         host_status = self.device.copy_to_host(torch.cat((numbers, status_sums)))
-        return StepResult(step, lr, loss, term_means, norm, label_count, host_status)
+        return StepResult(step, lr, loss, means_by_name, metrics, norm, label_count, host_status)
 
     def _micro_batch_loss(self, output: ModelOutput, micro: Batch) -> Tensor:
         terms = self.loss_fn.terms(output, micro)
@@ -136,9 +139,10 @@ class LossAccumulator:
         return reduced[:terms], reduced[terms : 2 * terms], reduced[2 * terms :]
 
 
-def mean_loss(totals: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean of each of its terms, from their sums and counts, as fractions too. A term without a count
-    is NaN and does not add to the loss; without any count, the loss is NaN, so that the step is skipped."""
+def mean_loss(totals: Tensor, counts: Tensor, terms: int) -> tuple[Tensor, Tensor]:
+    """The loss, and the mean of each of its `terms` and of the metrics that follow, from their sums and counts, as
+    fractions too. A term without a count is NaN and does not add to the loss; without any count, the loss is NaN, so
+    that the step is skipped."""
     means = torch.where(counts > 0, totals / counts, float("nan"))
-    loss = torch.where(counts > 0, means, 0.0).sum()
-    return torch.where((counts > 0).any(), loss, float("nan")), means
+    loss = torch.where(counts > 0, means, 0.0)[:terms].sum()
+    return torch.where((counts[:terms] > 0).any(), loss, float("nan")), means
