@@ -48,7 +48,22 @@ MESSAGES = [
 ]
 TEXTS = [{"prompt": f"{talk[0]}\n", "completion": talk[1]} for talk in TALKS]
 TURNS = [{"prompt": each["messages"][:-1], "completion": each["messages"][-1:]} for each in MESSAGES]
+PAIRS = [
+    {
+        "prompt": each["messages"][:-1],
+        "chosen": each["messages"][-1:],
+        "rejected": [{"role": "assistant", "content": other[-1][:-18:-1] + "!"}],
+    }
+    for each, other in zip(MESSAGES, TALKS[1:] + TALKS[:1], strict=True)
+]
 SEQ_LEN = 144
+DPO_VARIANTS = {
+    **dict.fromkeys(("sigmoid", "sigmoid_norm", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard"), 0.0),
+    **dict.fromkeys(("apo_zero", "apo_down", "discopop"), 0.0),
+    **dict.fromkeys(("robust", "exo_pair"), 0.1),
+}
+"""Losses of TRL's DPOTrainer, with the label smoothing to compare them at. Not aot, which sorts the rewards of a micro
+batch, nor sft, which is that of fine-tuning."""
 CASES: dict[str, dict[str, Any]] = {
     "assistant only": {"records": MESSAGES, "assistant": True},
     "completion only, text": {"records": TEXTS},
@@ -59,6 +74,33 @@ CASES: dict[str, dict[str, Any]] = {
     "rsLoRA": {"records": MESSAGES, "assistant": True, "lora": {"use_rslora": True}},
     "DoRA": {"records": MESSAGES, "assistant": True, "lora": {"use_dora": True}},
     "LoRA, packing": {"records": MESSAGES, "assistant": True, "packing": True, "lora": {}},
+    **{
+        f"DPO, {variant}": {
+            "records": PAIRS,
+            "trainer": ("trl", "DPO"),
+            "options": {"loss_type": variant, "beta": 0.3, "label_smoothing": smoothing},
+            "objective": "dpo",
+            "preference": {"variant": variant, "beta": 0.3, "label_smoothing": smoothing},
+        }
+        for variant, smoothing in DPO_VARIANTS.items()
+    },
+    **{
+        f"CPO, {variant}": {
+            "records": PAIRS,
+            "trainer": ("trl.experimental.cpo", "CPO"),
+            "options": {"loss_type": variant, "beta": 0.3, "label_smoothing": 0.1, "cpo_alpha": 0.7},
+            "objective": "cpo",
+            "preference": {"variant": variant, "beta": 0.3, "label_smoothing": 0.1, "likelihood_weight": 0.7},
+        }
+        for variant in ("sigmoid", "hinge", "ipo")
+    },
+    "SimPO": {
+        "records": PAIRS,
+        "trainer": ("trl.experimental.cpo", "CPO"),
+        "options": {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0},
+        "objective": "simpo",
+        "preference": {"beta": 2.0, "margin": 0.5},
+    },
 }
 """`micro_batch` defaults to all records, and `lora` has options of PEFT besides those in LORA."""
 LORA = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
@@ -74,7 +116,7 @@ SIZES = {
 }
 
 
-def write_model(directory: Path) -> None:
+def write_model(directory: Path, salt: str = "") -> None:
     """A random Llama and a tokenizer of bytes, the same with every version of every library."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -91,7 +133,7 @@ def write_model(directory: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokens), **SIZES, **ids))
     for name, parameter in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0
-        parameter.data = mean + 0.1 * random_values(name, parameter.shape)
+        parameter.data = mean + 0.1 * random_values(salt + name, parameter.shape)
     model.save_pretrained(directory)
 
 
@@ -120,6 +162,8 @@ def write_adapter(model: Any, directory: Path, options: dict[str, Any]) -> Any:
 
 def run_trl(work: Path) -> None:
     """Loss and gradients of every case by TRL, in a process of its own environment."""
+    import importlib
+
     import accelerate
     import peft
     import transformers
@@ -128,6 +172,7 @@ def run_trl(work: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     write_model(work / "model")
+    write_model(work / "reference", "reference ")
     losses = {}
     for name, case in CASES.items():
         model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
@@ -142,21 +187,25 @@ def run_trl(work: Path) -> None:
                 trained = ((key, each.grad) for key, each in model.named_parameters() if each.requires_grad)
                 gradients |= {stored_name(key): gradient.clone() for key, gradient in trained}
 
-        class Trainer(trl.SFTTrainer):
+        module, kind = case.get("trainer", ("trl", "SFT"))
+        library = importlib.import_module(module)
+
+        class Trainer(getattr(library, f"{kind}Trainer")):  # type: ignore[misc]
             def compute_loss(self, *args: Any, micro_losses: list[float] = micro_losses, **kwargs: Any) -> Any:
                 loss = super().compute_loss(*args, **kwargs)
                 micro_losses.append(float(loss))
                 return loss
 
         records, micro_batch = case["records"], case.get("micro_batch", 2 if "packing" in case else len(TALKS))
-        arguments = trl.SFTConfig(
+        of_sft = {"packing": "packing" in case, "assistant_only_loss": "assistant" in case} if kind == "SFT" else {}
+        arguments = getattr(library, f"{kind}Config")(
             output_dir=str(work / "trl"),
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=len(records) // micro_batch,
             num_train_epochs=1,
             max_length=SEQ_LEN,
-            packing="packing" in case,
-            assistant_only_loss="assistant" in case,
+            **of_sft,
+            **case.get("options", {}),
             max_grad_norm=0.0,
             bf16=False,
             gradient_checkpointing=False,
@@ -166,8 +215,11 @@ def run_trl(work: Path) -> None:
             disable_tqdm=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(work / "model")
-        data = Dataset.from_list(records)
-        Trainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Recorder()]).train()
+        data, reference = Dataset.from_list(records), {}
+        if kind == "DPO":
+            reference["ref_model"] = AutoModelForCausalLM.from_pretrained(work / "reference", dtype=torch.float32)
+        parts = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Recorder()], **reference}
+        Trainer(model, args=arguments, **parts).train()
         save_file({key: value.contiguous() for key, value in gradients.items()}, work / f"{name}.safetensors")
         losses[name] = sum(micro_losses)
     versions = {each.__name__: each.__version__ for each in (trl, peft, transformers, accelerate, torch)}
@@ -203,14 +255,33 @@ def train_ours(work: Path, name: str) -> tuple[float, dict[str, Tensor]]:
         chosen = {OUR_OPTIONS[option]: value for option, value in case["lora"].items()}
         folder = str(work / "adapters" / name)
         sections["lora"] = {"rank": LORA["r"], "alpha": LORA["lora_alpha"], **chosen, "init_from": folder}
+    if "objective" in case:
+        sections["train"]["objective"], sections["preference"] = case["objective"], case["preference"]
+        sections["data"] |= {"source": "preference", "seq_len": SIZES["max_position_embeddings"]}
     samples = len(build_datasets(parse(sections)).train)
     micro_batch = 1 if samples % 2 else 2
     sections["train"] |= {"global_batch": samples, "micro_batch": case.get("micro_batch", micro_batch)}
     config = parse(sections)
-    record = record_training(config, 1)
+    if case.get("objective") == "dpo":
+        scores = score_reference(parse(sections | {"checkpoint": {"init_from": str(work / "reference")}}))
+        record = record_training(config, 1, lambda trainer: setattr(trainer.runner, "add_reference", scores.attach))
+    else:
+        record = record_training(config, 1)
     (found,) = record.gradients
     stored = adapter_tensors(config.model).stored if "lora" in case else stored_tensors(config.model)
     return record.losses[0], {each.name: torch.cat([found[piece.name] for piece in each.slices]) for each in stored}
+
+
+def score_reference(config: Any) -> Any:
+    """What another model gives the pairs."""
+    from trainyard import Trainer
+    from trainyard.train.reference_scores import ReferenceScores, score_pairs
+
+    trainer, scores = Trainer(config), ReferenceScores()
+    trainer.runner.add_reference = None
+    for _ in score_pairs(trainer.runner, trainer.loss_fn, scores, [trainer.loader.batch(0)]):  # type: ignore[arg-type]
+        pass
+    return scores
 
 
 def summary(gradients: dict[str, Tensor]) -> dict[str, list[float]]:

@@ -48,30 +48,30 @@ BUDGETS = {
     "cli": 5040,
     "cluster": 2200,
     "compat": 480,
-    "config": 1440,
+    "config": 1500,
     "core": 930,
     "dashboard": 1300,
-    "data": 3790,
+    "data": 3950,
     "devices": 1600,
     "evaluate": 650,
     "families": 1410,
     "formats": 4200,
-    "importers": 2150,
+    "importers": 2170,
     "inference": 2650,
     "kernels": 3100,
     "launch": 550,
     "metrics": 1610,
-    "models": 1280,
-    "parallel": 1560,
-    "preflight": 4210,
+    "models": 1290,
+    "parallel": 1570,
+    "preflight": 4220,
     "prepare": 2200,
     "remote": 2900,
-    "run": 2740,
-    "train": 2480,
+    "run": 2810,
+    "train": 2820,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 18_500
+SPINE_BUDGET = 19_100
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -47,6 +47,8 @@ EXAMPLES: dict[str, tuple[int, tuple[int, int, int, int]]] = {
     "hf_llama_7B": (1_071_681_536, (8, 1, 1, 4)),  # 4 of 32 layers
     "megatron_gpt": (6_658_404_352, (8, 1, 1, 4)),
     "megatron_llama2_7B_SFT": (6_607_343_616, (32, 1, 1, 1)),  # tied embeddings
+    "hf_llama3_8B_DPO": (8_030_261_248, (32, 1, 1, 1)),
+    "hf_llama3_8B_ORPO": (8_030_261_248, (32, 1, 1, 1)),
     "megatron_llama_70b": (68_976_648_192, (8, 16, 1, 2)),
     "megatron_llama_7B": (6_738_415_616, (8, 1, 1, 4)),
     "megatron_mistral": (7_241_732_096, (8, 1, 1, 4)),
@@ -57,12 +59,6 @@ EXAMPLES: dict[str, tuple[int, tuple[int, int, int, int]]] = {
 }
 VOCAB = {name: ["model.vocab=32000"] for name in ("megatron_mixtral_8x7b", "megatron_mixtral_8x7b_dropless")}
 """Keys of files whose tokenizer decides."""
-REFUSED = {
-    "hf_llama3_8B_DPO": "model_alignment_strategy.dpo.kl_beta=0.01: preference training (DPO)",
-    "hf_llama3_8B_ORPO": "preference training (ORPO)",
-}
-
-
 PEFT = "model_alignment_strategy__peft__"
 
 
@@ -104,7 +100,6 @@ def refusal(data: dict[str, Any]) -> str:
 
 def test_every_example_file_is_listed() -> None:
     assert {path.stem for path in HERE.glob("*.yaml")} == set(EXAMPLES)
-    assert {path.stem for path in (HERE / "refused").glob("*.yaml")} == set(REFUSED)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -138,15 +133,6 @@ def test_hardware_comes_from_devices_and_nodes(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_example_is_refused_by_key(name: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_source(HERE / "refused" / f"{name}.yaml", warn=ignore_warning)
-    assert REFUSED[name] in str(caught.value)
-    assert "nearest: " in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def flat(config: Config) -> dict[str, object]:
     """Values by dotted key."""
     sections = {name: section for name, section in config.model_dump().items() if isinstance(section, dict)}
@@ -178,7 +164,10 @@ def test_70b_example_matches_the_recipe(name: str, recipe: str, also: dict[str, 
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("hf_llama3_8B", "megatron_gpt")),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("hf_llama3_8B", "megatron_gpt", "hf_llama3_8B_DPO")
+        ),
         "hf_llama3_8B_SFT_lora",
     ],
 )
@@ -354,7 +343,6 @@ MISTAKES = [
     ("hf_llama3_8B", {"model__pipeline_cuts": ["middle"]}, ["pipeline_cuts", "model.layers.18"]),
     ("hf_llama3_8B", {"exp_manager__ema": {"enable": True}}, ["exp_manager.ema.enable=true", "average of the weights"]),
     ("hf_llama3_8B", {"model_alignment_strategy": {"sft": {}}}, ["strategy.sft: empty", "packing=false"]),
-    ("hf_llama3_8B", {"model__kl_beta": 0.1}, ["model_alignment_strategy.dpo.kl_beta=0.1", "DPO"]),
     ("hf_llama3_8B", {"model__model_config": None}, ["model.model_config: missing"]),
     ("hf_llama3_8B", {"name": "my_mixtral"}, ["name=my_mixtral", "model.moe.num_experts is missing"]),
     (
@@ -471,6 +459,19 @@ def test_alignment_files_become_conversations_and_adapters() -> None:
         assert "here" in line
         assert "\n" not in line
     assert any("merge_lora=true: no effect here" in line and "--merge" in line for line in result.warnings)
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo"])
+def test_preferences_become_an_objective(name: str) -> None:
+    config, result = imported(tree(f"hf_llama3_8B_{name.upper()}"))
+    assert (config.train.objective, config.data.source, config.data.chat.too_long) == (name, "preference", "drop")
+    assert config.data.seq_len == 2 * 8192
+    assert config.preference.beta == (0.01 if name == "dpo" else 0.1)
+    assert config.preference.variant == ("sigmoid" if name == "dpo" else None)
+    assert config.train.global_batch == 64
+    lines = [line for line in result.warnings if line.startswith(f"model_alignment_strategy.{name}: NxDT ")]
+    assert lines
+    assert all("here" in line for line in lines)
 
 
 def test_unpacked_records_have_no_warning_about_packing() -> None:

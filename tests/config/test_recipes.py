@@ -23,6 +23,7 @@ PARAMETERS = {
     "deepseek-coder-33b": 33_342_991_360,
     "gpt3-6.7b": 6_658_404_352,
     "gpt3-6.7b-16-nodes": 6_658_404_352,
+    "llama3.1-8b-dpo": 8_030_261_248,
     "llama3.1-8b-lora": 8_030_261_248,
     "qwen3-8b-sft": 8_190_735_360,
     "llama2-7b": 6_738_415_616,
@@ -51,7 +52,7 @@ def parameter_count(config: Config) -> int:
 
 
 def test_every_recipe_is_listed() -> None:
-    assert set(recipe_names()) == {*PARAMETERS, "tiny-llama", "tiny-chat"}
+    assert set(recipe_names()) == {*PARAMETERS, "tiny-llama", "tiny-chat", "tiny-dpo"}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -20,6 +20,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and the initial adapters that TRL had."""
     directory = tmp_path_factory.mktemp("trl")
     PARITY["write_model"](directory / "model")
+    PARITY["write_model"](directory / "reference", "reference ")
     for name, case in PARITY["CASES"].items():
         if "lora" in case:
             model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
@@ -33,7 +34,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loss_and_gradients_are_those_of_trl(name: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(work / "cache"))
     loss, gradients = PARITY["train_ours"](work, name)
-    assert loss == pytest.approx(VALUES[name]["loss"], rel=1e-6)
+    assert loss == pytest.approx(VALUES[name]["loss"], rel=2e-6)
     found, expected = PARITY["summary"](gradients), VALUES[name]["gradients"]
     assert found.keys() == expected.keys()
     for key, (norm, product) in expected.items():

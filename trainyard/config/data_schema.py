@@ -58,9 +58,9 @@ class DataSection(Section):
 
     source: Annotated[str, NameOrPath(registry=SOURCES)] = "text"
     """text: files that are tokenized in memory; tokens: Megatron's .bin and .idx; arrow: packed blocks; hdf5: masked
-    sentence pairs (BERT); chat: conversations to fine-tune on; synthetic: generated samples. A user function takes the
-    configuration and returns a trainyard.Dataset, or one for training and one for validation; or name a
-    trainyard.DataSource."""
+    sentence pairs (BERT); chat: conversations to fine-tune on; preference: pairs of answers (train.objective);
+    synthetic: generated samples. A user function takes the configuration and returns a trainyard.Dataset, or one for
+    training and one for validation; or name a trainyard.DataSource."""
     paths: Paths = ()
     """A file or glob, or a list of them; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name,
     read through data.cache.directory. Default: a small built-in text, or built-in conversations (tokenizer=bytes
@@ -107,7 +107,7 @@ class DataSection(Section):
     @property
     def separates_documents(self) -> bool:
         """Samples have `document_ids` and `position_ids`."""
-        return self.document_mask or self.packing
+        return self.document_mask or self.packing or self.has_flag("has_pairs")
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
@@ -158,8 +158,12 @@ class DataSection(Section):
                 f"validation_fraction={self.validation_fraction}: data.order={self.order} holds out documents; "
                 "nearest: data.split=980,10,10"
             )
-        if self.chat != ChatSection() and self.source != "chat" and not is_user_path(self.source):
+        if self.chat != ChatSection() and not is_user_path(self.source) and not self.has_flag("has_documents"):
             raise ValueError(f"chat: requires data.source=chat; found {self.source}")
+        if self.has_flag("has_pairs") and self.chat.train_on != ("assistant",):
+            raise ValueError(f"chat.train_on: data.source={self.source} compares answers; nearest: [assistant]")
+        if self.has_flag("has_pairs") and self.chat.too_long == "truncate":
+            raise ValueError(f"chat.too_long=truncate: data.source={self.source} compares whole answers; nearest: drop")
         if self.mask_eod_loss and not self.has_flag("marks_documents"):
             raise ValueError(f"mask_eod_loss=true: requires data.source=text or tokens; found {self.source}")
         if self.packing and not is_user_path(self.source) and not self.has_flag("has_documents"):

@@ -1,7 +1,7 @@
-"""What keys of the configuration name and one may add: update rules, data sources, loggers.
+"""What keys of the configuration name and one may add: update rules, data sources, loggers, objectives.
 
 Each is one file of the package named here, or an object of another package. Reading a configuration imports the files
-of update rules and data sources, so these import no torch.
+of update rules, data sources and objectives, so these import no torch.
 """
 
 from typing import Any
@@ -33,6 +33,15 @@ SOURCES: Registry[Any] = Registry(
     "trainyard.data_sources",
     "trainyard.data.source:DataSource",
     "data.source",
-    first=("text", "tokens", "arrow", "hdf5", "chat", "synthetic"),
+    first=("text", "tokens", "arrow", "hdf5", "chat", "preference", "synthetic"),
 )
 """Instances of trainyard.DataSource by data.source."""
+OBJECTIVES: Registry[Any] = Registry(
+    "trainyard.train.objectives",
+    "OBJECTIVE",
+    "trainyard.objectives",
+    "trainyard.train.pair_loss:PairLoss",
+    "train.objective",
+    of_classes=True,
+)
+"""Subclasses of PairLoss by train.objective."""

@@ -13,7 +13,8 @@ from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.data_schema import DataSection
 from trainyard.config.layout_schema import LayoutSection
 from trainyard.config.optimizer_schema import OptimizerSection, ScheduleSection
-from trainyard.config.registries import LOGGERS, SOURCES
+from trainyard.config.preference_schema import PreferenceSection
+from trainyard.config.registries import LOGGERS, OBJECTIVES, SOURCES
 from trainyard.core.errors import UserError
 from trainyard.core.section import (
     ONE_OR_MORE,
@@ -47,6 +48,9 @@ class TrainSection(Section):
     loss: Annotated[str, NameOrPath(registry=LOSSES, example="my_module:my_function")] | None = None
     """A loss by name, a subclass of trainyard.Loss, or a user function, which takes (output, batch) and returns
     (sum, count). Default: the loss of the family."""
+    objective: Annotated[str, NameOrPath(registry=OBJECTIVES, path="module:Class")] | None = None
+    """What pairs of answers train (data.source=preference): dpo, simpo, cpo, orpo; or a subclass of
+    trainyard.PairLoss. The section preference has its options. Default: predict the next token."""
     embedding_noise: float = Field(0.0, ge=0)
     """Add noise to the embedded tokens while training (NEFTune): uniform, up to this number / sqrt(data.seq_len x
     model.hidden). 5 is usual for fine-tuning."""
@@ -272,6 +276,7 @@ class Config(Section):
     model: SerializeAsAny[ModelConfig]
     data: DataSection = DataSection()
     train: TrainSection
+    preference: PreferenceSection = PreferenceSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     precision: PrecisionSection = PrecisionSection()
@@ -323,10 +328,11 @@ class Config(Section):
                 f"profile.steps={list(self.profile.steps)}: the run ends with step train.steps={train.steps}; "
                 f"nearest: [{min(self.profile.steps[0], train.steps)}, {train.steps}]"
             )
-        if data.seq_len > model.max_positions:
+        longest = model.max_positions * (2 if data.has_flag("has_pairs") else 1)  # positions restart in each answer
+        if data.seq_len > longest:
             raise ValueError(
                 f"data.seq_len={data.seq_len}: longer than model.max_positions={model.max_positions}; "
-                f"nearest: {model.max_positions}"
+                f"nearest: {longest}"
             )
         if not family_of(model).is_causal:
             name = model.family
@@ -347,6 +353,7 @@ class Config(Section):
                 f"train.loss={train.loss}: its count divides all gradients, those of the router's losses too; "
                 "nearest: model.balance_loss=0 and model.z_loss=0"
             )
+        self._check_objective()
         evaluate = self.evaluate
         holds_out = data.validation_fraction or data.split or is_user_path(data.source)
         if evaluate.every and not (holds_out or evaluate.function or evaluate.sets):
@@ -357,6 +364,22 @@ class Config(Section):
         if evaluate.sets and data.source == "synthetic":
             raise ValueError("evaluate.sets: data.source=synthetic reads no files; nearest: data.source=text")
         return self
+
+    def _check_objective(self) -> None:
+        train, data, name = self.train, self.data, self.train.objective
+        if name and train.loss:
+            raise ValueError(f"train.loss={train.loss}: train.objective={name} is the loss; nearest: null")
+        if name and not family_of(self.model).is_causal:
+            raise ValueError(f"train.objective={name}: {self.model.family} writes no answers; nearest: null")
+        if name and not is_user_path(data.source) and "pairs" not in SOURCES.find(data.source).losses:
+            raise ValueError(f"data.source={data.source}: train.objective={name} needs pairs; nearest: preference")
+        if not name and data.has_flag("has_pairs"):
+            raise ValueError(f"train.objective: missing; data.source={data.source} has pairs; nearest: dpo")
+        given = self.preference.model_dump(exclude_none=True)
+        if given and not name:
+            raise ValueError("preference: train.objective is not set; nearest: dpo")
+        if name and not is_user_path(name):
+            OBJECTIVES.find(name).check(given)
 
     @model_validator(mode="after")
     def _check_precision_and_schedule(self) -> Self:

@@ -73,10 +73,10 @@ def smoke_config(
         sets = data["evaluate"]["sets"].items()
         shrink("evaluate", sets={name: paths for name, paths in sets if f"evaluate.sets.{name}" in named})
     elif is_user_path(data["data"]["source"]) or not SOURCES.find(data["data"]["source"]).has_fixed_length:
-        is_chat = data["data"]["source"] == "chat"
-        shrink("data", seq_len=SMOKE_CHAT_SEQ_LEN if is_chat else SMOKE_SEQ_LEN)
-        if is_chat and data["data"]["chat"]["too_long"] == "error" and "data.chat.too_long" not in named:
-            data["data"]["chat"]["too_long"] = "truncate"
+        seq_len = _document_sample_length(data["data"]["source"])
+        shrink("data", seq_len=seq_len or SMOKE_SEQ_LEN)
+        if seq_len and data["data"]["chat"]["too_long"] == "error" and "data.chat.too_long" not in named:
+            data["data"]["chat"]["too_long"] = "drop" if data["train"]["objective"] else "truncate"
     if buckets := data["data"].get("buckets"):
         if "data.buckets" in named:
             shrink("data", seq_len=buckets[-1])
@@ -125,21 +125,28 @@ def _smoke_data(data: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
     """Built-in samples, with the features of the file's data and the keys that the command line names."""
     section, is_causal = data["data"], find_family(data["model"]["family"]).is_causal
     kept = {"mask_eod_loss", "validation_fraction"} | {key.split(".")[1] for key in named if key.startswith("data.")}
-    is_chat = section["source"] == "chat"
+    document_length = _document_sample_length(section["source"])
     small = {
-        "source": "chat" if is_chat else "text" if is_causal else "synthetic",
-        "seq_len": SMOKE_CHAT_SEQ_LEN if is_chat else min(SMOKE_SEQ_LEN, data["model"]["max_positions"]),
+        "source": section["source"] if document_length else "text" if is_causal else "synthetic",
+        "seq_len": document_length or min(SMOKE_SEQ_LEN, data["model"]["max_positions"]),
         "max_predictions": SMOKE_PREDICTIONS,
-        "document_mask": not is_chat and (section["document_mask"] or section["packing"]),
+        "document_mask": not document_length and (section["document_mask"] or section["packing"]),
         **{key: section[key] for key in kept - {"packing"}},
     }
-    if is_chat:  # the built-in conversations have one format and fit its template
+    if document_length:  # the built-in conversations have one format and fit its template
         small |= {"packing": section["packing"], "buckets": section["buckets"]}
         small |= {"chat": {**section["chat"], "format": "auto", "template": None}}
     if data["evaluate"]["every"] and not small["validation_fraction"]:
         # data.split is gone, so a fraction of the samples is held out instead of its documents.
         small["validation_fraction"] = SMOKE_VALIDATION_FRACTION
     return small
+
+
+def _document_sample_length(source: str) -> int:
+    """Tokens that hold most conversations, or pairs of them; 0: the source has no samples of whole documents."""
+    if is_user_path(source) or not (found := SOURCES.find(source)).has_documents:
+        return 0
+    return 2 * SMOKE_CHAT_SEQ_LEN if found.has_pairs else SMOKE_CHAT_SEQ_LEN
 
 
 def _unused_parts(config: Config, small: Config) -> list[str]:
@@ -150,7 +157,7 @@ def _unused_parts(config: Config, small: Config) -> list[str]:
     replaced = [key for key in ("paths",) if config.data.paths and not small.data.paths]
     replaced += ["source"] if is_user_path(config.data.source) and small.data.source != config.data.source else []
     for key in replaced:
-        samples = {"text": "built-in text", "chat": "built-in conversations"}.get(
+        samples = {"text": "built-in text", "chat": "built-in conversations", "preference": "built-in pairs"}.get(
             small.data.source, "synthetic samples"
         )
         unused.append(f"data.{key}={format_value(getattr(config.data, key))} (but {samples})")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Batch(TypedDict, total=False):
-    """Fields of a batch, all int32. B samples, T tokens per sample, P predictions per sample.
+    """Fields of a batch, int32 unless said. B samples, T tokens per sample, P predictions per sample.
 
     Causal models have `tokens` and `labels` [B, T]. BERT adds the fields of masked sentence pairs, and its `labels`
     are [B, P]. Micro batches without padding hold all their samples in one row: B is 1 and T the tokens of all.
@@ -33,6 +33,11 @@ class Batch(TypedDict, total=False):
     """[B, P] BERT: positions to predict; 0 fills up the list where `labels` is IGNORE_INDEX."""
     next_sentence_labels: Tensor
     """[B] BERT: 1 if the second segment comes from another document, 0 if it follows the first."""
+    pair_keys: Tensor
+    """[B, 2 P] pairs of answers: two words for each of at most P pairs of a sample, which name it by its tokens; 0: no
+    pair. Its chosen answer is an even document, and the rejected one the next."""
+    reference_scores: Tensor
+    """[B, 2 P] fp32: log-probability that the reference gives each answer."""
     cu_seqlens: Tensor
     """[samples + 1] start of each sample in a row without padding, and the end of the last one."""
 

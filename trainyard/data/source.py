@@ -26,6 +26,8 @@ class DataSource:
     """data.mask_eod_loss applies."""
     has_documents: bool = False
     """Samples are whole documents: `data.packing` applies, and `open` returns `packing.document_samples`."""
+    has_pairs: bool = False
+    """All samples are pairs of answers, which are documents of their own."""
     makes_tokens: bool = False
     """data.tokenizer makes its tokens: the default (bytes) is a choice, too."""
     has_fixed_length: bool = False
@@ -33,7 +35,7 @@ class DataSource:
     is_countable: bool = False
     """`plan` opens it to count samples: that is fast, and runs no code of the user."""
     losses: tuple[str, ...] = ("causal_lm",)
-    """The losses of families (Family.loss) that it has samples for."""
+    """The losses of families (Family.loss) that it has samples for; `pairs`: those of `train.objective`."""
     unpacked_size: int = 1
     """Bytes of files and of what is unpacked from them, in bytes of the files."""
     inspector: str = ""

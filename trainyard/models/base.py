@@ -146,7 +146,7 @@ class TransformerStage(nn.Module):
     ) -> ModelOutput:
         """A ModelOutput for this rank's rows of the vocabulary."""
         ranks = (self.tp, self.tp_rank, projection.vocab_start, self.vocab_size)
-        return ModelOutput(hidden, projection.weight, bias, next_sentence, *ranks, tokens_sharded)
+        return ModelOutput(hidden, projection.weight, bias, next_sentence, *ranks, tokens_sharded, self.cp)
 
     def token_positions(self, batch: Batch) -> Tensor:
         """Global positions of this rank's tokens in their sequence: [T], or [1, N] for a packed batch."""

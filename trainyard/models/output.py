@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.tensor_parallel import TensorAxis
 
 
@@ -26,6 +27,8 @@ class ModelOutput:
     vocab_size: int | None = None
     """Rows of the full output projection that are vocabulary entries; the rows after them are padding."""
     tokens_sharded: bool = False
+    cp: ContextAxis = field(default_factory=ContextAxis)
+    """Ranks that hold other tokens of the same samples."""
 
     @property
     def hidden(self) -> Tensor:

@@ -35,6 +35,10 @@ class ContextAxis:
         gradients in fp32."""
         return x if self.size == 1 else _GatherSequence.apply(x, self.group, dim)  # type: ignore[no-untyped-call]
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over ranks of what each computed from its tokens. Backward sums the gradients of all ranks, too."""
+        return x if self.size == 1 else _Sum.apply(x, self.group)  # type: ignore[no-untyped-call]
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: DropoutRng | None,
         window: int | None = None,
@@ -56,3 +60,14 @@ class _GatherSequence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         parts = to_rank_order(grads[0].float(), ctx.group.size, ctx.dim)
         return ctx.group.reduce_scatter(parts)[0].to(ctx.dtype), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.all_reduce_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.all_reduce_sum(grads[0]), None

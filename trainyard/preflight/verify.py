@@ -4,6 +4,7 @@
 compared.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +63,11 @@ class VerifyFinding:
         return self.max_difference <= self.tolerance
 
 
-def record_training(config: Config, steps: int) -> VerifyRecord:
-    """Train `steps` steps. All ranks call this; rank 0 gets the record, the tensors of the others are empty."""
+def record_training(
+    config: Config, steps: int, prepare: Callable[[Trainer], None] = lambda trainer: None
+) -> VerifyRecord:
+    """Train `steps` steps. All ranks call this; rank 0 gets the record, the tensors of the others are empty. `prepare`
+    is called before the first."""
     record = VerifyRecord()
 
     class GradientRecorder(Callback):
@@ -71,6 +75,7 @@ def record_training(config: Config, steps: int) -> VerifyRecord:
             record.gradients.append(_gather(trainer, trainer.optimizer.state.reduced_grads))
 
     trainer = Trainer(config, callbacks=[GradientRecorder()])
+    prepare(trainer)
     for model in trainer.models:
         model.train()
     record.initial_weights = _gather(trainer, None)

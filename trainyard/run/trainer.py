@@ -17,6 +17,7 @@ from trainyard.run.checkpointing.directory_owner import lock_directories
 from trainyard.run.model_files import check_run_export, export_weights, run_model_files
 from trainyard.run.parts import build_parts
 from trainyard.run.records import RunSummary, check_weights, step_record, too_many_skipped
+from trainyard.run.reference import prepare_reference
 from trainyard.run.setup import TrainSetup
 from trainyard.run.shutdown import quiet_garbage_collector
 from trainyard.run.training_texts import write_training_texts
@@ -44,6 +45,7 @@ class Trainer(TrainSetup):
                 self.model_files = run_model_files(config.data, config.model, weights_from, self.resumed)
                 atomic_write_text(directory / "config.yaml", dump(config))
                 write_training_texts(directory, config, self.loader)
+            prepare_reference(self, directory)
             closing_parts, start = build_parts(self), time.perf_counter()
             with self.stop_signal.handle_signals(), closing_parts:
                 for part in self.parts:

@@ -61,7 +61,7 @@ class MessageCounter(MetaOpMode):  # type: ignore[no-untyped-call]
 
     def observe(self, function: Any, args: Any, out: Any) -> None:
         if function is torch.ops.aten._local_scalar_dense.default:
-            self.host_reads += 1
+            self.host_reads += not args[0].is_cpu  # of the device; batches are in host memory at first
         elif function in FSDP_COLLECTIVES:
             output, tensor, group = args[:3]
             self._count(FSDP_COLLECTIVES[function], dist.ProcessGroup.unbox(group).group_name, tensor, output)
@@ -250,6 +250,7 @@ SMALL_CASES: list[Case] = [
             7,
             f"layout.tp=4 layout.pp=2 model.layers=4 layout.zero=1 {freeze('embedding|norm|down')}",
         ),
+        ("tiny-llama", LLAMA, 1, "layout.tp=2 layout.cp=2 layout.zero=1 train.objective=orpo data.source=preference"),
         ("gpt3-6.7b", OTHER, 1, f"layout.tp=2 layout.zero=2 {freeze('weight')}"),
         ("mixtral-8x7b", MOE, 5, f"layout.ep=2 layout.pp=2 layout.zero=3 {freeze('experts|embedding')}"),
     )

@@ -86,7 +86,7 @@ def grow_vocab(config: Config) -> Config:
     data, model = config.data, config.model
     if not model.new_tokens:
         return config
-    if data.tokenizer == "bytes" and data.source not in ("text", "chat"):
+    if data.tokenizer == "bytes" and not (data.source == "text" or data.has_flag("has_documents")):
         raise UserError(
             f"model.new_tokens: the tokenizer of data.source={data.source} is not known; set data.tokenizer"
         )

@@ -26,7 +26,6 @@ from trainyard.core.file_lock import file_lock
 from trainyard.core.quantities import counted
 from trainyard.core.user_cache import user_cache
 from trainyard.core.worker_pool import map_ordered
-from trainyard.data.formats.conversations import read_conversation
 from trainyard.data.formats.documents import InputSlice, describe_place, read_records, record_slices
 from trainyard.data.loading.data_files import match_files
 from trainyard.data.loading.demo_corpus import conversation_lines
@@ -38,7 +37,7 @@ from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles, RemotePat
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = "1"
+CACHE_VERSION = "2"
 """Changes with the rules by which records become tokens."""
 LOG_INTERVAL_S = 2.0
 BYTES_PER_WORKER = 4 << 20
@@ -59,6 +58,7 @@ class EncodedConversations(NamedTuple):
     trained: NDArray[np.bool_]
     lengths: NDArray[np.int64]
     places: NDArray[np.int64]
+    splits: NDArray[np.int64]
     end_ids: frozenset[int]
     problems: list[tuple[int, str]]
 
@@ -73,6 +73,7 @@ class ConversationSamples:
         """The tokens that end trained answers."""
         self._bounds: NDArray[np.int64] = np.load(directory / "bounds.npy")
         self._places: NDArray[np.int64] = np.load(directory / "places.npy")
+        self._splits: NDArray[np.int64] = np.load(directory / "splits.npy")
         self._tokens = np.asarray(np.memmap(directory / "tokens.bin", np.int32, "r"))
         self._trained = np.asarray(np.memmap(directory / "trained.bin", np.bool_, "r"))
         lengths = np.diff(self._bounds)
@@ -90,6 +91,15 @@ class ConversationSamples:
         start = self._bounds[self._kept[index]]
         span = slice(start, start + self.lengths[index])
         return self._tokens[span], self._trained[span]
+
+    def split(self, index: int) -> int:
+        """Where the rejected answer of a pair begins with its prompt; 0: the document is one conversation."""
+        return int(self._splits[self._kept[index]])
+
+    def longest_answer(self) -> int:
+        """Tokens of the longest answer of a pair with its prompt."""
+        first = self._splits[self._kept]
+        return int(np.maximum(first, self.lengths - first).max())
 
     def source(self, index: int) -> str:
         """Where a document comes from, for people."""
@@ -130,7 +140,8 @@ def chat_spec(data: DataSection, new_tokens: tuple[str, ...]) -> ChatSpec:
     template = read_template(data.chat.template)
     if template is None and data.tokenizer == "bytes":
         template = CHATML
-    return ChatSpec(tokenizer_spec(data, new_tokens), template, data.chat.train_on, data.chat.format)
+    pairs = data.has_flag("has_pairs")
+    return ChatSpec(tokenizer_spec(data, new_tokens), template, data.chat.train_on, data.chat.format, pairs)
 
 
 def open_conversations(
@@ -146,7 +157,7 @@ def open_conversations(
     if paths:
         slices = list(record_slices(match_files(paths, directories=True, remote=remote)))
     elif data.tokenizer == "bytes":
-        lines = conversation_lines(BUILT_IN_COUNT)
+        lines = conversation_lines(BUILT_IN_COUNT, data.has_flag("has_pairs"))
         slices = [InputSlice(BUILT_IN, "lines", 0, len(lines), lines)]
     else:
         raise UserError(
@@ -172,6 +183,7 @@ def _cache_key(spec: ChatSpec, slices: Sequence[InputSlice]) -> str:
                 spec.template,
                 spec.train_on,
                 spec.format,
+                spec.pairs,
                 spec.tokenizer.end_token,
                 spec.tokenizer.new_tokens,
             ]
@@ -210,6 +222,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
     if any(isinstance(each.path, RemotePath) for each in slices):
         workers = 1  # the cache of remote files is that of this process
     logged, lengths, places = start, [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
+    splits = [np.zeros(0, np.int64)]
     problems: list[Problem] = []
     end_ids: set[int] = set()
     with atomic_directory(directory) as temporary:
@@ -220,6 +233,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
                 trained.write(encoded.trained.tobytes())
                 lengths.append(encoded.lengths)
                 places.append(np.stack((np.full_like(encoded.places, index), encoded.places), axis=1))
+                splits.append(encoded.splits)
                 end_ids |= encoded.end_ids
                 problems += [Problem(index, place, reason) for place, reason in encoded.problems]
                 done, now = done + slices[index].input_bytes, time.monotonic()
@@ -234,6 +248,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
             raise UserError(f"{slices[0].path if slices else 'data.paths'}: no conversation")
         np.save(temporary / "bounds.npy", np.concatenate(([0], np.cumsum(np.concatenate(lengths)))))
         np.save(temporary / "places.npy", np.concatenate(places))
+        np.save(temporary / "splits.npy", np.concatenate(splits))
         (temporary / "info.json").write_text(json.dumps({"end_ids": sorted(end_ids)}))
 
 
@@ -241,6 +256,7 @@ def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedConversation
     encoder = chat_encoder(spec)
     tokens, trained = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
     places: list[int] = []
+    splits: list[int] = []
     problems: list[tuple[int, str]] = []
     end_ids: frozenset[int] = frozenset()
     for place, record in read_records(input_slice):
@@ -248,17 +264,19 @@ def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedConversation
             problems.append((place, record))
             continue
         try:
-            encoded = encoder.encode(read_conversation(record, spec.format))
+            encoded = encoder.encode_record(record)
         except UserError as error:
             problems.append((place, str(error)))
             continue
         tokens.append(encoded.tokens)
         trained.append(encoded.trained)
         places.append(place)
+        splits.append(encoded.split)
         end_ids |= encoded.end_ids
     lengths = np.array([len(each) for each in tokens[1:]], np.int64)
     joined = np.concatenate(tokens), np.concatenate(trained)
-    return EncodedConversations(*joined, lengths, np.array(places, np.int64), end_ids, problems)
+    where = np.array(places, np.int64), np.array(splits, np.int64)
+    return EncodedConversations(*joined, lengths, *where, end_ids, problems)
 
 
 def _raise_problems(problems: Sequence[Problem], slices: Sequence[InputSlice], total: int) -> None:

@@ -60,6 +60,17 @@ def make_conversation(seed: int) -> list[dict[str, str]]:
     return messages
 
 
-def conversation_lines(count: int) -> bytes:
-    """Conversations as JSON lines."""
-    return b"".join(json.dumps({"messages": make_conversation(seed)}).encode() + b"\n" for seed in range(count))
+def conversation_lines(count: int, pairs: bool = False) -> bytes:
+    """Conversations as JSON lines; `pairs`: with the answer to another question as the rejected one."""
+    records = []
+    for seed in range(count):
+        *prompt, answer = make_conversation(seed)
+        if pairs:
+            records.append({"prompt": prompt, "chosen": [answer], "rejected": [_other_answer(answer, seed)]})
+        else:
+            records.append({"messages": [*prompt, answer]})
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def _other_answer(answer: dict[str, str], seed: int) -> dict[str, str]:
+    return next(other for n in range(1, 100) if (other := make_conversation(seed + n * 1000)[-1]) != answer)

@@ -95,6 +95,8 @@ class BatchLoader:
             batch["labels"] = batch["labels"].masked_fill(is_padding[:, None], IGNORE_INDEX)
             if "next_sentence_labels" in batch:
                 batch["next_sentence_labels"] = batch["next_sentence_labels"].masked_fill(is_padding, IGNORE_INDEX)
+            if "pair_keys" in batch:
+                batch["pair_keys"] = batch["pair_keys"].masked_fill(is_padding[:, None], 0)
             yield batch
 
     def _collate(self, indices: NDArray[np.int64], sample_ids: NDArray[np.int64]) -> Batch:

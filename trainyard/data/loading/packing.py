@@ -5,6 +5,7 @@ Documents of one length are placed together, so a million of them take about a s
 lengths alone; the loader shuffles packs like any other samples.
 """
 
+import hashlib
 from bisect import bisect_left, insort
 from typing import Protocol
 
@@ -29,6 +30,13 @@ class Documents(Protocol):
 
     def source(self, index: int) -> str:
         """Where a document comes from, for people."""
+
+
+class Pairs(Documents, Protocol):
+    """Documents that are two: a chosen answer with its prompt, and a rejected one."""
+
+    def split(self, index: int) -> int:
+        """Where the second begins."""
 
 
 def document_samples(documents: Documents, data: DataSection, pad_token: int) -> Dataset:
@@ -97,6 +105,39 @@ class PackedSamples(PaddedSamples):
 
     def source(self, index: int) -> str:
         return ", ".join(map(self.documents.source, self.documents_of(index)))
+
+
+class PairSamples(PackedSamples):
+    """Pairs of answers, which see only their prompts: one pair per sample, or as many as fit."""
+
+    def __init__(self, pairs: Pairs, seq_len: int, pad_token: int, packing: bool) -> None:
+        super().__init__(pairs, seq_len, pad_token)
+        self.pairs = pairs
+        if not packing:
+            self.order, self.bounds = np.arange(len(pairs.lengths)), np.arange(len(pairs.lengths) + 1)
+            self.lengths = pairs.lengths
+        self.most = int(np.diff(self.bounds).max())
+        """Pairs that no sample exceeds."""
+
+    def samples(self, indices: Indices) -> Sample:
+        rows = [self.documents_of(index) for index in indices.tolist()]
+        tokens, labels, starts = self._place(rows)
+        keys = np.zeros((len(rows), 2 * self.most), np.int32)
+        for row, pairs in enumerate(rows):
+            start = 0
+            for place, index in enumerate(pairs):
+                starts[row, start + self.pairs.split(index)] = True
+                keys[row, 2 * place : 2 * place + 2] = self._key(index)
+                start += int(self.pairs.lengths[index])
+        return {"tokens": tokens, "labels": labels, **document_ids(starts), "pair_keys": keys}
+
+    def _key(self, index: int) -> NDArray[np.int32]:
+        """Two words that depend on all that decides about the scores of a pair, except for the model: its tokens, and
+        which of them are answers."""
+        tokens, trained = self.pairs.document(index)
+        split = str(self.pairs.split(index)).encode()
+        digest = hashlib.blake2b(tokens.tobytes() + trained.tobytes(), key=split, digest_size=8).digest()
+        return np.frombuffer(digest, np.int32)
 
 
 def pack(lengths: NDArray[np.int32], seq_len: int) -> tuple[Indices, Indices]:

@@ -47,6 +47,19 @@ class SyntheticTokens:
         return sample
 
 
+class SyntheticPairs(SyntheticTokens):
+    """Samples of two answers, each half a sample long."""
+
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
+        sample = super().samples(indices)
+        starts, middle = np.zeros(sample["tokens"].shape, np.bool_), self.seq_len // 2
+        starts[:, middle] = True
+        labels = sample["labels"].copy()
+        labels[:, [0, middle - 1]] = IGNORE_INDEX  # a prompt of one token, and the last token of the first answer
+        keys = np.stack((indices + 1, indices + 1), 1).astype(np.int32)
+        return {**sample, "labels": labels, **document_ids(starts), "pair_keys": keys}
+
+
 class SyntheticSentencePairs:
     """Masked sentence pairs in BERT's format: [CLS] a [SEP] b [SEP] and padding. Of the chosen positions, 80% are
     masked, 10% random and 10% unchanged. In a true pair, b continues where a ends."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from trainyard.config.data_schema import DataSection
     from trainyard.config.schema import Config
+    from trainyard.data.loading.conversation_samples import ConversationSamples
     from trainyard.data.loading.dataset import Dataset
     from trainyard.families import ModelConfig
     from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles
@@ -24,14 +25,19 @@ class ChatSource(DataSource):
     def open(
         self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
     ) -> "tuple[Dataset, Dataset | None]":
-        from trainyard.data.loading.conversation_samples import open_conversations
         from trainyard.data.loading.packing import document_samples
+
+        return document_samples(self.documents(config, paths, remote), config.data, PAD_TOKEN), None
+
+    def documents(
+        self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
+    ) -> "ConversationSamples":
+        from trainyard.data.loading.conversation_samples import open_conversations
 
         data, weights = config.data, config.checkpoint.weights_from
         if weights and "tokenizer" not in data.model_fields_set:  # the default knows no special token of the model
             raise UserError(f"data.tokenizer: missing; the run starts from other weights; nearest: {weights}")
-        documents = open_conversations(data, paths, remote, config.model.vocab, config.model.new_tokens)
-        return document_samples(documents, data, PAD_TOKEN), None
+        return open_conversations(data, paths, remote, config.model.vocab, config.model.new_tokens)
 
     def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int:
         """The tokenizer's."""

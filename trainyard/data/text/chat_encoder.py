@@ -1,16 +1,18 @@
 """Conversations as tokens, each with whether it is trained."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Fast
 
 from trainyard.core.errors import UserError
-from trainyard.data.formats.conversations import Conversation
+from trainyard.data.formats.conversations import Conversation, read_conversation
+from trainyard.data.formats.preferences import read_preference
 from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.data.text.tokenizer import TokenizerSpec, add_new_tokens, model_tokenizer_files
 from trainyard.data.text.trained_spans import SpecialTokens, TrainedText, trained_roles, trained_text
@@ -28,6 +30,8 @@ class ChatSpec(NamedTuple):
     """Jinja; None: the tokenizer's."""
     train_on: tuple[str, ...]
     format: str
+    pairs: bool = False
+    """Records are preferences: a document is the chosen answer with its prompt, and then the rejected one."""
 
 
 class EncodedConversation(NamedTuple):
@@ -36,6 +40,8 @@ class EncodedConversation(NamedTuple):
     """True for tokens that the model learns to write."""
     end_ids: frozenset[int]
     """The tokens that end its trained answers."""
+    split: int = 0
+    """Where the second conversation of a pair begins."""
 
 
 class ChatEncoder:
@@ -67,6 +73,18 @@ class ChatEncoder:
     def files(self) -> dict[str, bytes]:
         """The template, if it is not the tokenizer's: a checkpoint answers with the one that it was trained on."""
         return {} if self.spec.template is None else {"chat_template.jinja": self.template.text.encode()}
+
+    def encode_record(self, record: Mapping[str, Any]) -> EncodedConversation:
+        """Raises UserError with the reason if the record cannot be trained on."""
+        if not self.spec.pairs:
+            return self.encode(read_conversation(record, self.spec.format))
+        chosen, rejected = map(self.encode, read_preference(record))
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            raise UserError("chosen and rejected are the same")
+        tokens = np.concatenate((chosen.tokens, rejected.tokens))
+        trained = np.concatenate((chosen.trained, rejected.trained))
+        trained[len(chosen.tokens)] = False  # the first token of an answer without a prompt follows nothing
+        return EncodedConversation(tokens, trained, chosen.end_ids, len(chosen.tokens))
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
         """Raises UserError with the reason if the conversation cannot be trained on."""

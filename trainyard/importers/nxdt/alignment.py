@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and LoRA of an NxDT file (model_alignment_strategy): our data and lora sections.
+"""Fine-tuning, preferences and LoRA of an NxDT file (model_alignment_strategy): our data, preference and lora sections.
 
 NxDT's records have an input, which is not trained, and an output. Where its data set class does something else than
 that, a warning names it (found by running the class on a few records), and our run does what the file says.
@@ -12,7 +12,8 @@ from trainyard.core.yaml_io import format_value
 from trainyard.importers.key_table import ConfigKeys, check_choice
 
 NxdtKeys = dict[str, Any]
-SFT, PEFT = "model_alignment_strategy.sft.", "model_alignment_strategy.peft."
+ALIGNMENT = "model_alignment_strategy."
+SFT, PEFT = f"{ALIGNMENT}sft.", f"{ALIGNMENT}peft."
 RECORD_SUFFIXES = (".json", ".jsonl", ".arrow")
 LORA_MODULES = {
     "qkv_proj": ("q", "k", "v"),
@@ -34,6 +35,32 @@ PACKING_DEFECTS = (
 )
 
 
+DPO_DEFECTS = (
+    "NxDT joins the scores of the reference with pairs in another order; here each pair has its own",
+    "NxDT cuts off prompts and answers; here pairs of more than data.seq_len tokens are dropped and counted",
+)
+ORPO_DEFECTS = ("NxDT's odds ratio is not finite for answers of probability 1; here it is", *DPO_DEFECTS[1:])
+
+
+def objective(keys: NxdtKeys) -> str | None:
+    """Our train.objective."""
+    return next((name for name in ("dpo", "orpo") if any(key.startswith(f"{ALIGNMENT}{name}.") for key in keys)), None)
+
+
+def preference_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    """Our keys of train and preference."""
+    name = objective(keys)
+    if not name:
+        return {}
+    warnings += [f"{ALIGNMENT}{name}: {defect}" for defect in (DPO_DEFECTS if name == "dpo" else ORPO_DEFECTS)]
+    beta = keys.get(f"{ALIGNMENT}dpo.kl_beta" if name == "dpo" else f"{ALIGNMENT}orpo.beta")
+    found: ConfigKeys = {"train.objective": name} | ({} if beta is None else {"preference.beta": float(beta)})
+    if variant := keys.get(f"{ALIGNMENT}dpo.loss_type"):
+        check_choice(f"{ALIGNMENT}dpo.loss_type", variant, ("sigmoid", "hinge", "ipo", "robust"), "sigmoid")
+        found["preference.variant"] = variant
+    return found
+
+
 def is_sft(keys: NxdtKeys) -> bool:
     """True if the file trains on records: one of its keys says so, or the name of the data."""
     path = str(keys.get("data.train_dir") or "")
@@ -52,6 +79,9 @@ def chat_data(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
             f"data.seq_length={format_value(seq_len)}: required, and at most "
             f"model.encoder_seq_length={format_value(longest)}; nearest: {longest or 4096}"
         )
+    if objective(keys):  # a sample of ours holds both answers
+        about = {"data.source": "preference", "data.paths": [str(path)], "data.chat.too_long": "drop"}
+        return {**about, "data.seq_len": 2 * seq_len}
     name = name if name in keys else "data.packing"
     packing = bool(keys.get(name))
     warnings += [f"{name}=true: {defect}" for defect in PACKING_DEFECTS] if packing else []

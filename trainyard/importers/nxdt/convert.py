@@ -68,6 +68,7 @@ def _convert(tree: dict[str, Any], directory: Path) -> ImportedConfig:
         sections.checkpoint_keys,
         data_keys,
         alignment.lora_keys,
+        alignment.preference_keys,
         sections.log_keys,
     ):
         set_keys(data, section_keys(keys, warnings))

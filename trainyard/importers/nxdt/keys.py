@@ -7,13 +7,12 @@ nothing is dropped silently. Keys that NxDT misspells are listed as it spells th
 from trainyard.importers.key_table import KeyRule, copies_to, ignore, maps_to, refuse, split_names
 
 SHUFFLE = "which tokens exceed the capacity of an expert depends on their sample alone"
-ALIGN = "not supported; nearest: model_alignment_strategy.sft.packing=true, and records of input and output"
 NEMO_SFT = "NeMo's data sections; nearest: data.train_dir with records of input and output"
 PROMPTSOURCE = "templates of promptsource; nearest: data.train_dir with records of input and output"
 ADAPTER = "a run with lora ends with an adapter/ folder, PEFT's, whatever its layout"
 MERGE = ADAPTER + "; trainyard convert RUN DST --to hf --merge merges it"
-DPO = "preference training (DPO): " + ALIGN
-ORPO = "preference training (ORPO): " + ALIGN
+WHOLE_PAIRS = "answers and prompts are compared whole; longer pairs are dropped and counted (data.chat.too_long)"
+REFERENCE = "always: scores are found by the content of a pair; NxDT joins them by position with other pairs"
 DEVICE = "a setting of the device's compiler or runtime; set its environment variable instead"
 LOGGING = "logging is set by log.every, log.directory and log.loggers"
 LOGGER_OPTIONS = "set by environment variables, such as WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME"
@@ -159,11 +158,13 @@ MANUAL_PRECISION: dict[str, KeyRule] = {
 }
 """Keys of the precision section that NxDT reads only with type=manual."""
 ALIGNMENT: dict[str, KeyRule] = {
-    "dpo.kl_beta dpo.loss_type dpo.max_prompt_length dpo.precompute_ref_log_probs dpo.truncation_mode": refuse(
-        "any", DPO
-    ),
+    "dpo.kl_beta": maps_to("number", "preference.beta"),
+    "dpo.loss_type": maps_to("text", "preference.variant"),
+    "dpo.precompute_ref_log_probs": ignore("bool", REFERENCE, True),
+    "dpo.max_prompt_length orpo.max_prompt_length": ignore("int", WHOLE_PAIRS),
+    "dpo.truncation_mode orpo.truncation_mode": ignore("text", WHOLE_PAIRS),
     "sft.packing": maps_to("bool", "data.packing"),
-    "orpo.beta orpo.max_prompt_length orpo.truncation_mode": refuse("any", ORPO),
+    "orpo.beta": maps_to("number", "preference.beta"),
     "peft.lora_rank": maps_to("int", "lora.rank"),
     "peft.lora_alpha": maps_to("number", "lora.alpha"),
     "peft.lora_dropout": maps_to("number", "lora.dropout"),

@@ -19,7 +19,7 @@ from trainyard.importers.key_table import (
     token_data,
 )
 from trainyard.importers.known_models import GPT2_TOKENIZER
-from trainyard.importers.nxdt.alignment import chat_data, is_sft
+from trainyard.importers.nxdt.alignment import chat_data, is_sft, objective
 
 NxdtKeys = dict[str, Any]
 STRATEGY, SCHEDULER = "distributed_strategy.", "model.optim.sched."
@@ -218,7 +218,7 @@ def log_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
 def data_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     """Return our keys of data and evaluate."""
     seq_len = keys.get("model.encoder_seq_length")
-    if is_sft(keys):
+    if is_sft(keys) or objective(keys):
         data = chat_data(keys, warnings) | _tokenizer(keys)
         return data | _evaluation(keys, None, warnings)
     if seq_len is None or keys.get("data.seq_length", seq_len) != seq_len:

@@ -72,6 +72,8 @@ class MicroBatchRunner:
         self.loss_fn: MicroBatchLoss
         """Inputs of the current step, which torch's pipelining cannot pass to the stages."""
         self.options = options
+        self.add_reference: Callable[[Batch], Batch] | None = None
+        """Adds the scores of a reference to a batch of pairs, in host memory."""
         self.pipeline = self._build_pipeline(options.seq_len) if self.mesh.layout.pp > 1 else None
         self.pipelines = {options.seq_len: self.pipeline}
         """By length: torch's pipelining has fixed shapes. Those of other lengths are built when a batch has one."""
@@ -80,6 +82,7 @@ class MicroBatchRunner:
         """Do all host work for a batch: divide it as it will be copied to the device, in pinned memory. Safe to call
         from any thread."""
         self._check_tokens(batch["tokens"])
+        batch = self.add_reference(batch) if self.add_reference else batch
         batches = (
             padding_free_micro_batches(batch, self.micro_batch)
             if self.padding_free

@@ -33,6 +33,8 @@ def context_parallel_shard(batch: Batch, size: int, rank: int) -> Batch:
         if name in tensors:
             chunks = tensors[name].chunk(2 * size, 1)
             out[name] = torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
+    if rank and "pair_keys" in batch:
+        out["pair_keys"] = torch.zeros_like(batch["pair_keys"])  # the rank of the first token counts pairs
     if "masked_positions" in batch:
         # Labels at positions of other ranks are ignored here; the shape stays. The rank of the first token has the
         # next-sentence label.

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
+from trainyard.config.registries import OBJECTIVES
 from trainyard.core.user_code import is_user_path
 from trainyard.families.family import LOSSES
 from trainyard.parallel.flat_buffer import FlatBuffer
@@ -19,6 +20,7 @@ from trainyard.preflight.plan.rank_parameters import LocalParam, first_alike, lo
 from trainyard.preflight.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS
 from trainyard.preflight.plan.trace.work_trace import trace_work
 from trainyard.train.decisions import loss_chunk_tokens
+from trainyard.train.loss import UserLoss
 from trainyard.train.status import StepStatus
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
@@ -86,10 +88,12 @@ def step_messages(run: PlannedRun, rank: int) -> MessageCounts:
     _add_pipeline(messages)
     params = local_params(run.model, run.layout.model_shard(rank), messages.stages)
     (_add_data_parallel if run.zero < 2 else _add_fsdp)(messages, params)
-    loss = run.train.loss or run.family.loss
-    loss_terms = 0 if is_user_path(loss) else len(LOSSES.find(loss).term_names)
-    messages.add("dp_cp", run.shards, "all_reduce", "float32", loss_terms)  # numbers of labels with a loss
-    messages.add("world", run.layout.world_size, "all_reduce", "float32", 2 * max(loss_terms, 1) + STATUS_VALUES)
+    name = run.train.objective or run.train.loss or run.family.loss
+    loss = UserLoss if is_user_path(name) else (OBJECTIVES if run.train.objective else LOSSES).find(name)
+    counted = 0 if loss is UserLoss else len(loss.term_names)
+    messages.add("dp_cp", run.shards, "all_reduce", "float32", counted)  # numbers of labels with a loss
+    reported = 2 * len((*loss.term_names, *loss.metric_names)) + STATUS_VALUES
+    messages.add("world", run.layout.world_size, "all_reduce", "float32", reported)
     return messages.counts
 
 
@@ -112,7 +116,11 @@ def _add_model(messages: _RankMessages) -> None:
     masked = run.train.micro_batch * run.data.max_predictions
     tokens = masked if run.family.has_masked_positions else run.tokens
     chunk = loss_chunk_tokens(tokens, -(-run.model.vocab // layout.tp), run.device.max_logits_bytes)
-    for size, times in ((chunk, tokens // chunk), (tokens % chunk, 1)):
+    passes = 1
+    if run.train.objective:  # backward computes the logits again; answers are sums over all ranks of a sequence
+        passes = 2
+        messages.add("cp", layout.cp, "all_reduce", "float32", 4 * run.train.micro_batch, 2 * layout.micro_batches)
+    for size, times in ((chunk, passes * (tokens // chunk)), (tokens % chunk, passes)):
         messages.add("tp", layout.tp, "all_reduce", "float32", size, layout.micro_batches * times)
         messages.add("tp", layout.tp, "all_reduce", "float32", 2 * size, layout.micro_batches * times)
 

@@ -1,0 +1,126 @@
+"""The data source preference: formats of records, what of a pair is compared, and errors that name a record."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import configs
+from trainyard.config.data_schema import DataSection
+from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.errors import UserError
+from trainyard.data.formats.preferences import read_preference
+from trainyard.data.loading.conversation_samples import open_conversations
+from trainyard.data.loading.packing import PairSamples
+
+USER = {"role": "user", "content": "Hi"}
+GOOD, BAD = {"role": "assistant", "content": "Hello."}, {"role": "assistant", "content": "No."}
+RECORDS: dict[str, dict[str, Any]] = {
+    "messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    "one message": {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
+    "whole conversations": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "whole conversations and a prompt": {"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "a prompt as text": {"prompt": "Hi", "chosen": [GOOD], "rejected": [BAD]},
+    "answers as text": {"prompt": [USER], "chosen": "Hello.", "rejected": "No."},
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": "Hi"}],
+        "chosen": {"from": "gpt", "value": "Hello."},
+        "rejected": {"from": "gpt", "value": "No."},
+    },
+}
+
+
+def samples(tmp_path: Path, records: list[dict[str, Any]], packing: bool = False, **data: Any) -> PairSamples:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    section = DataSection(source="preference", paths=(str(path),), **{"seq_len": 256, **data})
+    return PairSamples(open_conversations(section, section.paths, None), section.seq_len, 0, packing)
+
+
+def answers(batch: dict[str, np.ndarray[Any, Any]], row: int = 0) -> list[bytes]:
+    """The labels of each document of a sample."""
+    labels, documents = batch["labels"][row], batch["document_ids"][row]
+    found = [labels[(documents == each) & (labels != IGNORE_INDEX)] for each in range(documents.max() + 1)]
+    return [bytes(each[each < 256].astype(np.uint8)) + b"|" * int((each == 256).sum()) for each in found]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_format_is_the_same_pair(name: str, tmp_path: Path) -> None:
+    chosen, rejected = read_preference(RECORDS[name])
+    assert [chosen.messages, rejected.messages] == [[USER, GOOD], [USER, BAD]]
+    assert [chosen.trained, rejected.trained] == [(False, None), (False, None)]
+    batch = samples(tmp_path, [RECORDS[name]]).samples(np.array([0]))
+    assert answers(batch) == [b"Hello.|", b"No.|", b""]
+    assert batch["position_ids"][0, (batch["document_ids"][0] == 1).argmax()] == 0
+
+
+def test_answers_before_the_last_turn_belong_to_the_prompt(tmp_path: Path) -> None:
+    talk = [USER, GOOD, {"role": "user", "content": "And?"}]
+    batch = samples(tmp_path, [{"chosen": [*talk, BAD], "rejected": [*talk, GOOD]}]).samples(np.array([0]))
+    assert answers(batch)[:2] == [b"No.|", b"Hello.|"]
+
+
+def test_text_is_a_prompt_and_two_ends(tmp_path: Path) -> None:
+    texts = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}, {"chosen": "yes", "rejected": "no"}]
+    batch = samples(tmp_path, texts).samples(np.array([0, 1]))
+    assert [answers(batch, 0)[:2], answers(batch, 1)[:2]] == [[b"4|", b"5|"], [b"es|", b"o|"]]
+
+
+def test_keys_name_a_pair_wherever_it_is(tmp_path: Path) -> None:
+    texts = [{"prompt": f"{n}=", "chosen": str(n), "rejected": str(n + 1)} for n in range(12)]
+    plain, packed = samples(tmp_path, texts), samples(tmp_path, texts[::-1], packing=True)
+    keys = {tuple(words) for words in plain.samples(np.arange(12))["pair_keys"].tolist()}
+    found = packed.samples(np.arange(len(packed)))["pair_keys"].reshape(-1, 2)
+    assert len(packed) < 12
+    assert len(keys) == 12
+    assert {tuple(words) for words in found[found.any(1)].tolist()} == keys
+    swapped = samples(tmp_path, [each | {"chosen": each["rejected"], "rejected": each["chosen"]} for each in texts])
+    assert not {tuple(words) for words in swapped.samples(np.arange(12))["pair_keys"].tolist()} & keys
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "line 2: no pair of answers: expected chosen and rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "line 2: chosen and rejected are the same"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "line 2: no prompt"),
+        ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "line 2: an answer or prompt is an int"),
+        ({"prompt": "a" * 300, "chosen": "b", "rejected": "c"}, r"line 2: 60\d tokens, but data.seq_len=256"),
+    ],
+)
+def test_a_record_that_is_no_pair_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        samples(tmp_path, [RECORDS["messages"], record])
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {}}, "train.objective: missing; data.source=preference has pairs; nearest: dpo"),
+        ({"data": {"source": "text"}}, "data.source=text: train.objective=dpo needs pairs; nearest: preference"),
+        (
+            {"preference": {"margin": 1}},
+            "preference.margin=1.0: train.objective has only beta, variant",
+        ),
+        (
+            {"train": {"objective": "simpo"}, "preference": {"variant": "ipo"}},
+            "preference.variant=ipo: ",
+        ),
+        ({"train": {"objective": "cpo"}, "preference": {"variant": "robust"}}, "has only sigmoid, hinge, ipo"),
+        ({"preference": {"variant": "exo_pair"}}, "needs preference.label_smoothing; nearest: 0.001"),
+        ({"train": {"objective": "dop"}}, "nearest: dpo"),
+        ({"train": {"objective": "dpo", "loss": "causal_lm"}}, "train.objective=dpo is the loss; nearest: null"),
+        ({"data": {"chat": {"too_long": "truncate"}}}, "compares whole answers; nearest: drop"),
+        (
+            {"data": {"chat": {"train_on": ["user"]}}},
+            r"compares answers; nearest: \[assistant\]",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(sections: dict[str, Any], message: str) -> None:
+    data = {"source": "preference", "paths": "a.jsonl", **sections.get("data", {})}
+    train = sections.get("train", {"objective": "dpo"})
+    with pytest.raises((UserError, ValueError), match=message):
+        configs.tiny_config(data=data, train=train, preference=sections.get("preference", {}))

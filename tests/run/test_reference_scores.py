@@ -1,0 +1,87 @@
+"""Scores of the reference: computed once, found by the pair, in the run directory and in the cache of the user."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import configs
+from trainyard import Trainer
+from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.run.reference import REFERENCE_FILE
+from trainyard.train.reference_scores import ReferenceScores
+
+PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 7)} for a in range(4) for b in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def configure(tmp_path: Path, name: str = "run", pairs: list[dict[str, str]] = PAIRS, **sections: Any) -> Config:
+    file = tmp_path / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    default: dict[str, Any] = {
+        "data": {"source": "preference", "paths": str(file), "seq_len": 32, "validation_fraction": 0.25},
+        "train": {"steps": 4, "global_batch": 4, "micro_batch": 2, "objective": "dpo"},
+        "evaluate": {"every": 4},
+        "schedule": {"kind": "constant"},
+        "log": {"directory": str(tmp_path / "runs"), "name": name, "every": 1},
+        "checkpoint": {"every": 2},
+    }
+    return configs.tiny_config(**{key: default.get(key, {}) | sections.get(key, {}) for key in default | sections})
+
+
+def losses(directory: Path) -> dict[int, float]:
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_run_begins_at_the_reference_and_reports_rewards(tmp_path: Path) -> None:
+    directory = Trainer(configure(tmp_path)).run().directory
+    first, *others = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first["rewards/margin"] == pytest.approx(0, abs=1e-6)
+    assert {"rewards/chosen", "rewards/rejected", "rewards/accuracy", "log_probs/chosen"} <= first.keys()
+    assert any("evaluate/rewards/margin" in record for record in others)
+    scores = ReferenceScores.read(directory / REFERENCE_FILE)
+    assert len(scores.keys) == len(PAIRS)
+
+
+def test_another_run_finds_the_scores_of_its_pairs(tmp_path: Path) -> None:
+    """In whatever order they are, and at another micro batch. The first loss shows that they come from the cache."""
+    Trainer(configure(tmp_path)).run()
+    (cached,) = (tmp_path / "cache" / "trainyard" / "reference").glob("*.npz")
+    scores = ReferenceScores.read(cached)
+    ReferenceScores(scores.keys, scores.scores + np.array([0, 10], np.float32)).write(cached)
+    config = configure(tmp_path, "again", PAIRS[::-1], train={"micro_batch": 1})
+    expected = math.log1p(math.exp(-0.1 * 10))  # every rejected answer is 10 less likely than the reference says
+    assert losses(Trainer(config).run().directory)[1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_other_weights_have_other_scores(tmp_path: Path) -> None:
+    Trainer(configure(tmp_path)).run()
+    directory = Trainer(configure(tmp_path, "other", train={"seed": 5})).run().directory
+    assert losses(directory)[1] == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
+    whole = Trainer(configure(tmp_path, "whole")).run().directory
+    half = Trainer(configure(tmp_path, "half", train={"steps": 2})).run().directory
+    resumed = Trainer(configure(tmp_path, "half", checkpoint={"resume": "auto"})).run().directory
+    assert resumed == half
+    assert losses(resumed) == losses(whole)
+
+
+def test_a_model_that_has_changed_is_no_reference(tmp_path: Path) -> None:
+    half = Trainer(configure(tmp_path, "half", train={"steps": 2})).run().directory
+    (half / REFERENCE_FILE).unlink()
+    for cached in (tmp_path / "cache" / "trainyard" / "reference").glob("*.npz"):
+        cached.unlink()
+    with pytest.raises(UserError, match=r"reference_scores.npz: lacks the scores .* the model has changed"):
+        Trainer(configure(tmp_path, "half", checkpoint={"resume": "auto"})).run()

@@ -1,0 +1,65 @@
+"""Records of preference data sets: a prompt with a chosen and a rejected answer, as text or messages."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from trainyard.core.errors import UserError
+from trainyard.core.user_code import describe_object
+from trainyard.data.formats.conversations import SHAREGPT_ROLES, Conversation, read_conversation
+
+
+class Preference(NamedTuple):
+    chosen: Conversation
+    """The prompt and the better answer, which alone is trained."""
+    rejected: Conversation
+
+
+def read_preference(record: Mapping[str, Any]) -> Preference:
+    """The pair of a record. Raises UserError with the reason if it has none."""
+    if missing := [key for key in ("chosen", "rejected") if record.get(key) is None]:
+        found = ", ".join(map(str, record))
+        raise UserError(f"no pair of answers: expected chosen and rejected; found {found} (no {missing[0]})")
+    prompt = record.get("prompt")
+    if isinstance(record["chosen"], str) and isinstance(record["rejected"], str) and isinstance(prompt, str | None):
+        return Preference(*(Conversation([], prompt=prompt or "", completion=record[key]) for key in KEYS))
+    before = _messages(record.get("conversations") or prompt, "user")
+    answers = [_messages(record[key], "assistant") for key in KEYS]
+    common = _common(*answers) if answers[0] and answers[0][0].get("role") != "assistant" else 0
+    if common:  # whole conversations: the prompt is what they share
+        before, answers = answers[0][:common], [answer[common:] for answer in answers]
+    if not before:
+        raise UserError("no prompt: expected prompt, or conversations that begin alike in chosen and rejected")
+    return Preference(*(_conversation(before, answer, record) for answer in answers))
+
+
+KEYS = ("chosen", "rejected")
+
+
+def _messages(value: Any, role: str) -> list[dict[str, Any]]:
+    """Messages, from ShareGPT's turns too; a text is one of `role`."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    turns = [value] if isinstance(value, Mapping) else value
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise UserError(f"an answer or prompt is {describe_object(value)}; expected text or messages")
+    return [
+        {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+        if "from" in turn
+        else {**turn}
+        for turn in turns
+    ]
+
+
+def _common(chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]) -> int:
+    """The number of messages that both begin with, without the last one of either, which is an answer."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((at for at in range(most) if chosen[at] != rejected[at]), max(most, 0))
+
+
+def _conversation(
+    prompt: list[dict[str, Any]], answer: list[dict[str, Any]], record: Mapping[str, Any]
+) -> Conversation:
+    whole = read_conversation({"messages": prompt + answer, "tools": record.get("tools")}, "messages")
+    return whole._replace(trained=(False,) * len(prompt) + whole.trained[len(prompt) :])

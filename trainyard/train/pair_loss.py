@@ -1,0 +1,136 @@
+"""Losses of pairs of answers to a prompt, of which one is preferred.
+
+A pair is two documents of one sample: an even one, the chosen answer with its prompt, and the rejected one after it.
+Labels are those of the answers. The log-probability of an answer is the sum over its labels, wherever its tokens are:
+context-parallel ranks add up theirs. No torch at the top: configurations name an objective.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.errors import UserError
+from trainyard.train.loss import HeadLoss, Loss, LossTerms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainyard.config.preference_schema import PreferenceSection
+    from trainyard.models import Batch, ModelOutput
+
+
+class PairScores(NamedTuple):
+    """Of each pair [B, P]; zeros where a sample has fewer."""
+
+    chosen: "Tensor"
+    """Log-probability of the chosen answer."""
+    rejected: "Tensor"
+    chosen_tokens: "Tensor"
+    """Labels of the answer."""
+    rejected_tokens: "Tensor"
+    reference_chosen: "Tensor"
+    """What the reference gave; zeros without one."""
+    reference_rejected: "Tensor"
+
+
+class PairLoss(Loss):
+    """What is minimized over pairs. A subclass is an objective: `train.objective` names it."""
+
+    is_causal = True
+    term_names: tuple[str, ...] = ("pair",)
+    metric_names = (
+        *("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"),
+        *("log_probs/chosen", "log_probs/rejected"),
+    )
+    trains_likelihood: ClassVar[bool] = False
+    """It has a second term, `likelihood`: the cross entropy of the chosen answers, by `likelihood_weight`."""
+    needs_reference: ClassVar[bool] = False
+    """It compares with the log-probabilities of a reference, which batches have."""
+    variants: ClassVar[tuple[str, ...]] = ()
+    """Values of preference.variant."""
+    defaults: ClassVar[dict[str, Any]] = {}
+    """The keys of the section `preference` that it has, and their values unless given."""
+
+    def __init__(self, head_loss: HeadLoss | None, options: "PreferenceSection") -> None:
+        super().__init__(head_loss)
+        given = options.model_dump(exclude_none=True)
+        self.options: dict[str, Any] = {name: given.get(name, value) for name, value in self.defaults.items()}
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any]) -> None:
+        """Raise ValueError if the objective has not all of these keys of the section `preference`, or not a value."""
+        if unknown := next((key for key in given if key not in cls.defaults), None):
+            known = ", ".join(cls.defaults)
+            raise ValueError(f"preference.{unknown}={given[unknown]}: train.objective has only {known}; nearest: null")
+        if (variant := given.get("variant")) and variant not in cls.variants:
+            known = ", ".join(cls.variants)
+            raise ValueError(f"preference.variant={variant}: train.objective has only {known}; nearest: sigmoid")
+
+    def pair_losses(self, scores: PairScores) -> "Tensor":
+        """The loss of each pair [B, P]."""
+        raise NotImplementedError
+
+    def rewards(self, scores: PairScores) -> "tuple[Tensor, Tensor]":
+        """What the objective makes larger for the chosen answer, and smaller for the rejected one [B, P]."""
+        beta = self.options["beta"]
+        chosen, rejected = scores.chosen - scores.reference_chosen, scores.rejected - scores.reference_rejected
+        return beta * chosen.detach(), beta * rejected.detach()
+
+    def label_counts(self, batch: "Batch") -> "list[Tensor]":
+        counts = [is_pair(batch).sum().float()]
+        if self.trains_likelihood:
+            is_chosen = (batch["labels"] != IGNORE_INDEX) & (batch["document_ids"] % 2 == 0)
+            counts.append(is_chosen.sum().float())
+        return counts
+
+    def terms(self, output: "ModelOutput", batch: "Batch") -> LossTerms:
+        scores, real = self.scores(output, batch), is_pair(batch)
+        count, *others = self.label_counts(batch)
+        chosen, rejected = self.rewards(scores)
+        values = {
+            "pair": self.pair_losses(scores),
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margin": chosen - rejected,
+            "rewards/accuracy": (chosen > rejected).float(),
+            "log_probs/chosen": scores.chosen.detach(),
+            "log_probs/rejected": scores.rejected.detach(),
+        }
+        terms = {name: (value.where(real, 0.0).sum(), count) for name, value in values.items()}
+        if self.trains_likelihood:
+            likelihood = -scores.chosen.where(real, 0.0).sum()
+            terms["likelihood"] = (self.options["likelihood_weight"] * likelihood, *others)
+        return terms
+
+    def scores(self, output: "ModelOutput", batch: "Batch") -> PairScores:
+        losses = self.head_loss(output, batch["labels"], per_token=True)
+        sums = answer_sums(losses, output, batch)
+        reference = batch.get("reference_scores")
+        if reference is None and self.needs_reference:
+            raise UserError("the objective compares with a reference, whose scores the batch does not have")
+        if reference is None:
+            reference = sums[..., 0].detach().new_zeros(sums.shape[:2])
+        (chosen, rejected), tokens = (-sums[..., 0]).view(len(sums), -1, 2).unbind(-1), sums[..., 1].detach()
+        return PairScores(
+            chosen,
+            rejected,
+            *tokens.view(len(sums), -1, 2).unbind(-1),
+            *reference.view(len(sums), -1, 2).unbind(-1),
+        )
+
+
+def answer_sums(losses: "Tensor", output: "ModelOutput", batch: "Batch") -> "Tensor":
+    """[B, 2 P, 2] summed loss and number of labels of each answer of a sample, from the losses of its tokens [B, T]."""
+    import torch
+
+    answers = torch.arange(batch["pair_keys"].shape[1], dtype=torch.int32, device=losses.device)
+    labeled = batch["labels"] != IGNORE_INDEX
+    of_answer = (batch["document_ids"][..., None] == answers) & labeled[..., None]
+    parts = torch.stack((losses[..., None].where(of_answer, 0.0).sum(1), of_answer.sum(1).to(losses.dtype)), -1)
+    return output.cp.sum(parts)
+
+
+def is_pair(batch: "Batch") -> "Tensor":
+    """[B, P] bool. Of context-parallel ranks, which have the same pairs, only the first one counts them."""
+    keys = batch["pair_keys"]
+    return (keys.view(len(keys), -1, 2) != 0).any(-1)

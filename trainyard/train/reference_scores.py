@@ -1,0 +1,125 @@
+"""Log-probabilities that a reference gives both answers of pairs, found by the key of a pair and never by its place."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainyard.core.atomic_files import atomic_file
+from trainyard.core.batch import Batch
+from trainyard.core.errors import UserError
+from trainyard.models import ModelOutput
+from trainyard.train.micro_batches.runner import MicroBatchRunner
+from trainyard.train.pair_loss import PairLoss, answer_sums
+
+logger = logging.getLogger(__name__)
+LOG_INTERVAL_S, SAVE_INTERVAL_S = 2.0, 60.0
+BATCHES_PER_MERGE = 64
+
+
+class ReferenceScores:
+    """Scores by key. A file of them is a table sorted by keys."""
+
+    def __init__(self, keys: NDArray[np.int64] | None = None, scores: NDArray[np.float32] | None = None) -> None:
+        self.keys: NDArray[np.int64] = np.zeros(0, np.int64) if keys is None else keys
+        self.scores: NDArray[np.float32] = np.zeros((0, 2), np.float32) if scores is None else scores
+        """Of the chosen and of the rejected answer [N, 2]."""
+
+    @classmethod
+    def read(cls, file: Path) -> "ReferenceScores":
+        """Those of a file; none if there is no such file."""
+        try:
+            with np.load(file, allow_pickle=False) as content:
+                return cls(content["keys"], content["scores"])
+        except (OSError, ValueError, KeyError):
+            return cls()
+
+    def write(self, file: Path) -> None:
+        content = BytesIO()
+        np.savez(content, keys=self.keys, scores=self.scores)
+        with atomic_file(file) as opened:
+            opened.write(content.getbuffer())
+
+    def add(self, keys: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+        """Add those that are not known. A key of 0 is no pair."""
+        joined = np.concatenate((self.keys, keys[keys != 0]))
+        self.keys, first = np.unique(joined, return_index=True)
+        self.scores = np.concatenate((self.scores, scores[keys != 0]))[first]
+
+    def lacks(self, batch: Batch) -> bool:
+        keys = pair_keys(batch["pair_keys"])
+        return not np.isin(keys[keys != 0], self.keys).all()
+
+    def attach(self, batch: Batch) -> Batch:
+        """The batch with `reference_scores`."""
+        keys = pair_keys(batch["pair_keys"])
+        places = np.searchsorted(self.keys, keys).clip(max=max(len(self.keys) - 1, 0))
+        known = (self.keys[places] == keys) if len(self.keys) else np.zeros_like(keys, np.bool_)
+        if not (known | (keys == 0)).all():
+            raise UserError(f"{int((~known & (keys != 0)).sum())} pairs of a batch have no score of the reference")
+        scores = np.where(known[..., None], self.scores[places], np.float32(0)).reshape(len(keys), -1)
+        return {**batch, "reference_scores": torch.from_numpy(scores)}
+
+
+def stand_in_scores(batch: Batch) -> Batch:
+    """Numbers that depend on nothing but the pair, for steps that only show that a layout computes what others do."""
+    return {**batch, "reference_scores": -(batch["pair_keys"] % 64).float()}
+
+
+def pair_keys(words: Tensor) -> NDArray[np.int64]:
+    """[B, P] from the two words of each key [B, 2 P]."""
+    return np.ascontiguousarray(words.numpy()).view(np.int64)
+
+
+@torch.no_grad()
+def score_pairs(
+    runner: MicroBatchRunner, loss: PairLoss, known: ReferenceScores, batches: Iterable[Batch]
+) -> Iterator[int]:
+    """Add the scores that the model gives to the pairs of batches, of which this is a data-parallel rank's part, and
+    that are not known. All ranks call this, and know all scores in the end. Yields after each batch how many samples of
+    all ranks were looked at."""
+    mesh, device = runner.mesh, runner.device.torch_device
+    is_owner = mesh.tp.rank == 0 and mesh.cp.rank == 0
+    rng_key = torch.zeros(2, dtype=torch.int32, device=device)
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def collect(output: ModelOutput, micro: Batch) -> Tensor:
+        sums = answer_sums(loss.head_loss(output, micro["labels"], per_token=True), output, micro)[..., 0]
+        found.append((micro["pair_keys"], -sums))
+        return sums.sum()
+
+    def add_found() -> None:
+        own = [(pair_keys(words.cpu()), scores.cpu().numpy()) for words, scores in found if is_owner]
+        parts = [part for rank_parts in mesh.all_gather_object(own) for part in rank_parts]
+        if parts:
+            known.add(*(np.concatenate([part[i].reshape(-1, *(2,) * i) for part in parts]) for i in (0, 1)))
+        found.clear()
+
+    for count, batch in enumerate(batches, 1):
+        if any(mesh.all_gather_object(known.lacks(batch))):
+            with runner.eval_mode():
+                runner(runner.to_device(batch), rng_key, collect, backward=False)
+        if count % BATCHES_PER_MERGE == 0:
+            add_found()
+        yield count * len(batch["tokens"]) * mesh.layout.dp
+    add_found()
+
+
+def log_progress(sample_counts: Iterable[int], total: int, save: Callable[[], None]) -> None:
+    """Log how far it is, and call `save` now and then, since scoring a large data set takes hours."""
+    start = logged = saved = time.monotonic()
+    for done in sample_counts:
+        now = time.monotonic()
+        if now - logged > LOG_INTERVAL_S:
+            share = min(done / total, 1.0)
+            logger.info("scores of the reference: %.0f%%, %.0f s left", 100 * share, (now - start) * (1 / share - 1))
+            logged = now
+        if now - saved > SAVE_INTERVAL_S:
+            save()
+            saved = now
