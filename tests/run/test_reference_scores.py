@@ -78,6 +78,16 @@ def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
     assert losses(resumed) == losses(whole)
 
 
+def test_a_run_that_continues_elsewhere_finds_them(tmp_path: Path) -> None:
+    whole = Trainer(configure(tmp_path, "whole")).run().directory
+    for cached in (tmp_path / "cache" / "trainyard" / "reference").glob("*.npz"):
+        cached.unlink()
+    resume = {"resume": str(whole / "checkpoints" / "step_00000002")}
+    resumed = Trainer(configure(tmp_path, "whole", log={"name": "branch"}, checkpoint=resume)).run().directory
+    assert resumed != whole
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
+
+
 def test_a_model_that_has_changed_is_no_reference(tmp_path: Path) -> None:
     half = Trainer(configure(tmp_path, "half", train={"steps": 2})).run().directory
     (half / REFERENCE_FILE).unlink()

@@ -19,15 +19,17 @@ REFERENCE_FILE = "reference_scores.npz"
 
 
 def prepare_reference(run: TrainSetup, directory: Path) -> None:
-    """Give the batches of a run the scores of its reference. They come from its directory, from the cache of an earlier
-    run that started from the same weights, or from the model, which is the reference until the first update."""
+    """Give the batches of a run the scores of its reference. They come from its directory, or that of the checkpoint
+    that it continues, from the cache of an earlier run that started from the same weights, or from the model, which is
+    the reference until the first update."""
     loss = run.loss_fn
     if not isinstance(loss, PairLoss) or not loss.needs_reference:
         return
     files = [directory / REFERENCE_FILE]
     if key := _weights_key(run):
         files.append(user_cache("reference", is_writable=True) / f"{key}.npz")
-    known = run.mesh.broadcast_object(lambda: _read(files), run.device)
+    of_source = [Path(str(run.resumed.storage)).parent.parent / REFERENCE_FILE] if run.resumed else []
+    known = run.mesh.broadcast_object(lambda: _read([*files, *of_source]), run.device)
     before, is_leader = len(known.keys), run.mesh.layout_rank == 0
 
     def save() -> None:
