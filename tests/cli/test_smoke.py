@@ -58,7 +58,7 @@ def test_a_trial_names_what_it_does_not_use(call: Call, recipe: str) -> None:
         assert "data.paths=" in notes
     for axis in ("tp", "pp", "cp"):
         assert (f"layout.{axis}={full['layout'][axis]}" in notes) == (full["layout"][axis] > 1)
-    assert notes.count("\n") == (1 if full["data"]["paths"] else 0)
+    assert notes.count("\n") == (1 if full["data"]["paths"] or full["checkpoint"]["init_from"] else 0)
 
 
 def test_validation_sets_are_kept_if_named(call: Call, tmp_path: Path) -> None:

@@ -250,8 +250,8 @@ SMALL_CASES: list[Case] = [
             7,
             f"layout.tp=4 layout.pp=2 model.layers=4 layout.zero=1 {freeze('embedding|norm|down')}",
         ),
-        ("tiny-llama", LLAMA, 1, "layout.tp=2 layout.cp=2 layout.zero=1 train.objective=orpo data.source=preference"),
         ("gpt3-6.7b", OTHER, 1, f"layout.tp=2 layout.zero=2 {freeze('weight')}"),
+        ("tiny-llama", LLAMA, 1, "layout.tp=2 layout.cp=2 layout.zero=1 train.objective=orpo data.source=preference"),
         ("mixtral-8x7b", MOE, 5, f"layout.ep=2 layout.pp=2 layout.zero=3 {freeze('experts|embedding')}"),
     )
 ]
