@@ -9,6 +9,7 @@ from trainyard.core.counter_rng import DropoutRng
 from trainyard.parallel.attention_blocks import rank_token_positions, to_natural_order, to_rank_order
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.ring_attention import CpMethod, context_attention
+from trainyard.parallel.tensor_parallel import Collective
 
 
 class ContextAxis:
@@ -37,7 +38,7 @@ class ContextAxis:
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over ranks of what each computed from its tokens. Backward sums the gradients of all ranks, too."""
-        return x if self.size == 1 else _Sum.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return x if self.size == 1 else Collective.apply(x, self.group, "all_reduce", "all_reduce", 0)  # type: ignore[no-untyped-call]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: DropoutRng | None,
@@ -60,14 +61,3 @@ class _GatherSequence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         parts = to_rank_order(grads[0].float(), ctx.group.size, ctx.dim)
         return ctx.group.reduce_scatter(parts)[0].to(ctx.dtype), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.all_reduce_sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.all_reduce_sum(grads[0]), None

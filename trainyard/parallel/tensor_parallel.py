@@ -131,7 +131,7 @@ class TensorAxis:
         return _GatherRepeated.apply(x, self.group, rank, dim)  # type: ignore[no-untyped-call]
 
     def _collective(self, x: Tensor, forward: str, backward: str, dim: int = TOKEN_DIM) -> Tensor:
-        return x if self.size == 1 else _Collective.apply(x, self.group, forward, backward, dim)  # type: ignore[no-untyped-call]
+        return x if self.size == 1 else Collective.apply(x, self.group, forward, backward, dim)  # type: ignore[no-untyped-call]
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -167,7 +167,7 @@ class _ColumnParallel(torch.autograd.Function):
         return group.finish_reduce_scatter(pending_dx, d_gathered, TOKEN_DIM), None, *weight_grads
 
 
-class _Collective(torch.autograd.Function):
+class Collective(torch.autograd.Function):
     """One of COLLECTIVES in forward, and another one on the gradient in backward."""
 
     @staticmethod
