@@ -182,17 +182,17 @@ export async function samplesPanel({ name, source }) {
   const found = await source.part(name, "samples");
   if (!found.length)
     return emptyState("No text samples. A run writes them with:", "trainyard train my.yaml samples.every=100");
+  return textList(found, (each) => [
+    element("p", { className: "line" }, `step ${count(each.step)}`),
+    element("blockquote", {}, element("b", {}, each.prompt), each.text),
+  ]);
+}
+
+function textList(found, content) {
   return element(
     "ol",
     { className: "texts" },
-    found.map((each) =>
-      element(
-        "li",
-        {},
-        element("p", { className: "line" }, `step ${count(each.step)}`),
-        element("blockquote", {}, element("b", {}, each.prompt), each.text),
-      ),
-    ),
+    found.map((each) => element("li", {}, ...content(each))),
   );
 }
 
@@ -204,23 +204,15 @@ export async function inputsPanel({ name, source, state }) {
       "No samples: runs on conversations (data.source=chat) write their first ones, which reports leave out. To print some:",
       `trainyard data show ${shellWord(state.pathOf(name))} --step 1`,
     );
-  return element(
-    "ol",
-    { className: "texts" },
-    found.map((each) =>
-      element(
-        "li",
-        {},
-        element("p", { className: "line" }, `sample ${each.sample}: ${each.source}`),
-        element(
-          "blockquote",
-          {},
-          each.parts.map(([text, isTrained]) => (isTrained ? element("mark", {}, text) : text)),
-        ),
-        element("p", { className: "line" }, trainedText(each)),
-      ),
+  return textList(found, (each) => [
+    element("p", { className: "line" }, `sample ${each.sample}: ${each.source}`),
+    element(
+      "blockquote",
+      {},
+      each.parts.map(([text, isTrained]) => (isTrained ? element("mark", {}, text) : text)),
     ),
-  );
+    element("p", { className: "line" }, trainedText(each)),
+  ]);
 }
 
 function trainedText({ tokens, trained, shown }) {
