@@ -66,7 +66,7 @@ BUDGETS = {
     "preflight": 4220,
     "prepare": 2200,
     "remote": 2900,
-    "run": 2810,
+    "run": 2811,
     "train": 2820,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises

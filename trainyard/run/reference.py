@@ -10,6 +10,7 @@ from trainyard.core.batch import Batch
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.user_cache import user_cache
+from trainyard.data.loading.fingerprint import fingerprint_file
 from trainyard.formats.peft.adapter import lora_options
 from trainyard.run.setup import TrainSetup
 from trainyard.train.pair_loss import PairLoss
@@ -84,6 +85,6 @@ def _weights_key(run: TrainSetup) -> str | None:
     adapter = lora_options(config.model)
     for source in (run.base.location, adapter.init_from if adapter else None):
         if source and (path := Path(source).expanduser()).exists():
-            files = sorted(path.glob("*")) if path.is_dir() else [path]
-            parts.append([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            parts.append([[file.name, *fingerprint_file(file)] for file in files if file.is_file()])
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -24,14 +24,15 @@ def fingerprint_files(data: DataSection, read_blocks: bool = False, refresh: boo
         if isinstance(path, RemotePath) and not read_blocks:
             stored = path.source().stored
             return [stored.size, stored.version]
-        return _fingerprint(path)
+        return fingerprint_file(path)
 
     files = files_read(data, refresh)
     with ThreadPoolExecutor(16) as threads:  # a network file system answers many requests at a time
         return dict(zip(map(str, files), threads.map(fingerprint, files), strict=True))
 
 
-def _fingerprint(path: DataPath) -> Fingerprint:
+def fingerprint_file(path: DataPath) -> Fingerprint:
+    """Its size, and CRC-32 of some of its blocks."""
     size = path.stat().st_size
     num_blocks = min(-(-size // BLOCK_BYTES), MAX_BLOCKS)
     checksum = 0

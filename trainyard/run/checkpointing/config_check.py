@@ -17,7 +17,7 @@ from trainyard.train.optim.flat_state import state_kinds
 from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import learning_rate
 
-COMPARED_SECTIONS = ("model", "data", "train", "optimizer", "schedule", "precision")
+COMPARED_SECTIONS = ("model", "data", "train", "preference", "optimizer", "schedule", "precision")
 """Config sections whose changes since the checkpoint are logged."""
 UNREPORTED_KEYS = ("model.fuse_qkv", "model.fuse_gate_up", "train.micro_batch", "data.cache")
 """Keys that may change without a note: they change no result, except for rounding."""
