@@ -109,6 +109,7 @@ API_PAGES: dict[str, tuple[str, str, tuple[Any, ...]]] = {
             trainyard.Device,
             trainyard.DeviceKind,
             trainyard.Loss,
+            trainyard.PairLoss,
             trainyard.UpdateRule,
         ),
     ),

@@ -36,6 +36,8 @@ lion = parts:Lion
 plain = parts:Plain
 [trainyard.losses]
 smooth = parts:SmoothLoss
+[trainyard.objectives]
+likelier = parts:Likelier
 [trainyard.data_sources]
 counts = parts:COUNTS
 [trainyard.loggers]
@@ -55,7 +57,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from trainyard import DataSource, DeviceKind, Logger, Loss, UpdateRule
+from trainyard import DataSource, DeviceKind, Logger, Loss, PairLoss, UpdateRule
 from trainyard.core.section import Section
 from trainyard.devices.cpu import CpuDevice
 from trainyard.prepare.inspect import InspectReport
@@ -114,6 +116,13 @@ class SmoothLoss(Loss):
     def terms(self, output, batch):
         total, count = self.head_loss(output, batch["labels"]), count_labels(batch["labels"])
         return {"smooth": (total, count), "extra": (0 * total, count)}
+
+
+class Likelier(PairLoss):
+    defaults = {"beta": 0.5}
+
+    def pair_losses(self, scores):
+        return self.options["beta"] * (scores.rejected - scores.chosen)
 
 
 class Numbers:
@@ -285,6 +294,7 @@ def test_update_rule_over_the_flat_state_trains_as_torch() -> None:
         (("data.source=counts",), "paths: missing; data.source=counts reads files"),
         (("log.loggers=notebok",), "nearest: notebook"),
         (("train.loss=smoth",), "nearest: smooth"),
+        (("train.objective=likeliest",), "nearest: likelier"),
         (("device.name=abacos",), "not one of auto, cuda, neuron, xla, cpu, abacus, or module:NAME; nearest: abacus"),
         (("device.name=Beads",), "nearest: abacus"),
         (("device.name=abacus",), "device.name=abacus: no abacus on this table; available: cpu, auto"),
@@ -305,6 +315,15 @@ def test_loss_trains_with_its_terms_and_is_planned() -> None:
     messages = step_messages(PlannedRun(config, Layout.from_config(config, 2), devices.DEVICES.find("cpu")), 0)
     assert any(message.nbytes == 2 * 4 and message.group == "dp_cp" for message in messages)  # two counts
     assert train(small("train.loss=parts:SmoothLoss", "log.name=path")) == train(small("log.name=again"))
+
+
+def test_objective_trains_by_name_and_by_path() -> None:
+    keys = ("data.source=preference", "data.seq_len=1024", "model.max_positions=512", "train.steps=2")
+    named = train(small(*keys, "train.objective=likelier", "log.name=named"))
+    assert named == train(small(*keys, "train.objective=parts:Likelier", "log.name=path"))
+    assert named != train(small(*keys, "train.objective=likelier", "preference.beta=2", "log.name=other"))
+    with pytest.raises(UserError, match=r"preference.margin=1.0: train.objective has only beta; nearest: null"):
+        small(*keys, "train.objective=likelier", "preference.margin=1")
 
 
 def test_linear_wrapper_trains_resumes_and_is_counted(tmp_path: Path) -> None:

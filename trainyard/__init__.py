@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainyard.run.trainer import Trainer
     from trainyard.train.loss import Loss
     from trainyard.train.optim.update_rule import UpdateRule
+    from trainyard.train.pair_loss import PairLoss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "LinearWrapper",
     "Logger",
     "Loss",
+    "PairLoss",
     "Trainer",
     "UpdateRule",
     "from_hf",
@@ -54,6 +56,7 @@ _EXPORTS = {
     "LinearWrapper": "trainyard.families.linear_wrapper",
     "Logger": "trainyard.metrics.loggers.base",
     "Loss": "trainyard.train.loss",
+    "PairLoss": "trainyard.train.pair_loss",
     "Trainer": "trainyard.run.trainer",
     "UpdateRule": "trainyard.train.optim.update_rule",
     "from_hf": "trainyard.families.hf_config",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_layouts import JOB, SP
+from tests.distributed.test_layouts import JOB
+from tests.distributed.test_packed_documents import LAYOUTS
 from tests.support import configs
 from tests.support.pool import Pool
 from trainyard.config.schema import Config
@@ -17,16 +18,6 @@ from trainyard.run.trainer import Trainer
 from trainyard.train.reference_scores import stand_in_scores
 
 PAIRS, SEQ_LEN = 16, 128
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "single": (1, {}),
-    "tp2-sp": (2, {"tp": 2, **SP}),
-    "cp2-ring": (2, {"cp": 2}),
-    "cp2-gather": (2, {"cp": 2, "cp_method": "all_gather"}),
-    "pp2": (2, {"pp": 2}),
-    "dp2-zero1": (2, {"zero": 1}),
-    "dp2-zero3": (2, {"zero": 3}),
-    "tp2-cp2-pp2": (8, {"tp": 2, "cp": 2, "pp": 2, **SP}),
-}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"preference": {"variant": "ipo"}},
     "simpo": {},

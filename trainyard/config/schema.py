@@ -13,7 +13,7 @@ from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.data_schema import DataSection
 from trainyard.config.layout_schema import LayoutSection
 from trainyard.config.optimizer_schema import OptimizerSection, ScheduleSection
-from trainyard.config.preference_schema import PreferenceSection
+from trainyard.config.preference_schema import PreferenceSection, check_objective
 from trainyard.config.registries import LOGGERS, OBJECTIVES, SOURCES
 from trainyard.core.errors import UserError
 from trainyard.core.section import (
@@ -353,7 +353,7 @@ class Config(Section):
                 f"train.loss={train.loss}: its count divides all gradients, those of the router's losses too; "
                 "nearest: model.balance_loss=0 and model.z_loss=0"
             )
-        self._check_objective()
+        check_objective(self)
         evaluate = self.evaluate
         holds_out = data.validation_fraction or data.split or is_user_path(data.source)
         if evaluate.every and not (holds_out or evaluate.function or evaluate.sets):
@@ -364,22 +364,6 @@ class Config(Section):
         if evaluate.sets and data.source == "synthetic":
             raise ValueError("evaluate.sets: data.source=synthetic reads no files; nearest: data.source=text")
         return self
-
-    def _check_objective(self) -> None:
-        train, data, name = self.train, self.data, self.train.objective
-        if name and train.loss:
-            raise ValueError(f"train.loss={train.loss}: train.objective={name} is the loss; nearest: null")
-        if name and not family_of(self.model).is_causal:
-            raise ValueError(f"train.objective={name}: {self.model.family} writes no answers; nearest: null")
-        if name and not is_user_path(data.source) and "pairs" not in SOURCES.find(data.source).losses:
-            raise ValueError(f"data.source={data.source}: train.objective={name} needs pairs; nearest: preference")
-        if not name and data.has_flag("has_pairs"):
-            raise ValueError(f"train.objective: missing; data.source={data.source} has pairs; nearest: dpo")
-        given = self.preference.model_dump(exclude_none=True)
-        if given and not name:
-            raise ValueError("preference: train.objective is not set; nearest: dpo")
-        if name and not is_user_path(name):
-            OBJECTIVES.find(name).check(given)
 
     @model_validator(mode="after")
     def _check_precision_and_schedule(self) -> Self:

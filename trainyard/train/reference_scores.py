@@ -95,10 +95,11 @@ def score_pairs(
         return sums.sum()
 
     def add_found() -> None:
-        own = [(pair_keys(words.cpu()), scores.cpu().numpy()) for words, scores in found if is_owner]
-        parts = [part for rank_parts in mesh.all_gather_object(own) for part in rank_parts]
-        if parts:
-            known.add(*(np.concatenate([part[i].reshape(-1, *(2,) * i) for part in parts]) for i in (0, 1)))
+        own = [(pair_keys(words.cpu()).flatten(), scores.view(-1, 2).cpu().numpy()) for words, scores in found]
+        every_rank = mesh.all_gather_object(own if is_owner else [])
+        if parts := [part for parts in every_rank for part in parts]:
+            keys, scores = zip(*parts, strict=True)
+            known.add(np.concatenate(keys), np.concatenate(scores))
         found.clear()
 
     for count, batch in enumerate(batches, 1):

@@ -79,7 +79,7 @@ def chat_data(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
             f"data.seq_length={format_value(seq_len)}: required, and at most "
             f"model.encoder_seq_length={format_value(longest)}; nearest: {longest or 4096}"
         )
-    if objective(keys):  # a sample of ours holds both answers
+    if objective(keys):  # which share a sample
         about = {"data.source": "preference", "data.paths": [str(path)], "data.chat.too_long": "drop"}
         return {**about, "data.seq_len": 2 * seq_len}
     name = name if name in keys else "data.packing"

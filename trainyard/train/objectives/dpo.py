@@ -10,25 +10,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Dpo(PairLoss):
-    needs_reference = True
-    variants = (
-        *("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair"),
-        *("sppo_hard", "apo_zero", "apo_down", "discopop"),
-    )
-    defaults: ClassVar[dict[str, Any]] = {"beta": 0.1, "variant": "sigmoid", "label_smoothing": 0.0}
-
-    @classmethod
-    def check(cls, given: Mapping[str, Any]) -> None:
-        super().check(given)
-        if given.get("variant") == "exo_pair" and not given.get("label_smoothing"):
-            raise ValueError("preference.variant=exo_pair: needs preference.label_smoothing; nearest: 0.001")
-
-    def pair_losses(self, scores: PairScores) -> "Tensor":
-        chosen, rejected = scores.chosen - scores.reference_chosen, scores.rejected - scores.reference_rejected
-        return losses_of_rewards(scores, chosen, rejected, self.options)
-
-
 def losses_of_rewards(scores: PairScores, chosen: "Tensor", rejected: "Tensor", options: Mapping[str, Any]) -> "Tensor":
     """The loss of each pair from log-probabilities, perhaps relative to those of a reference."""
     beta, variant = options["beta"], options["variant"]
@@ -76,4 +57,22 @@ VARIANTS: dict[str, "Callable[[Tensor, Tensor, float, float], Tensor]"] = {
 }
 """Losses of the rewards of both answers, beta and label smoothing, by their names in TRL."""
 OF_MEANS = ("sigmoid_norm", "ipo")
+
+
+class Dpo(PairLoss):
+    needs_reference = True
+    variants = tuple(VARIANTS)
+    defaults: ClassVar[dict[str, Any]] = {"beta": 0.1, "variant": "sigmoid", "label_smoothing": 0.0}
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any]) -> None:
+        super().check(given)
+        if given.get("variant") == "exo_pair" and not given.get("label_smoothing"):
+            raise ValueError("preference.variant=exo_pair: needs preference.label_smoothing; nearest: 0.001")
+
+    def pair_losses(self, scores: PairScores) -> "Tensor":
+        chosen, rejected = scores.chosen - scores.reference_chosen, scores.rejected - scores.reference_rejected
+        return losses_of_rewards(scores, chosen, rejected, self.options)
+
+
 OBJECTIVE = Dpo
