@@ -48,16 +48,16 @@ BUDGETS = {
     "cli": 5040,
     "cluster": 2200,
     "compat": 480,
-    "config": 1500,
-    "core": 930,
+    "config": 1570,
+    "core": 940,
     "dashboard": 1300,
-    "data": 3950,
+    "data": 4085,
     "devices": 1600,
     "evaluate": 650,
     "families": 1410,
     "formats": 4200,
     "importers": 2170,
-    "inference": 2650,
+    "inference": 2670,
     "kernels": 3100,
     "launch": 550,
     "metrics": 1610,
@@ -66,12 +66,12 @@ BUDGETS = {
     "preflight": 4220,
     "prepare": 2200,
     "remote": 2900,
-    "run": 2811,
-    "train": 2820,
+    "run": 3355,
+    "train": 2955,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 19_100
+SPINE_BUDGET = 20_000
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -15,7 +15,6 @@ from trainyard.config.schema import Config
 from trainyard.data.loading.build import build_datasets
 from trainyard.preflight.verify import VerifyRecord, compare_records, record_training
 from trainyard.run.trainer import Trainer
-from trainyard.train.reference_scores import stand_in_scores
 
 PAIRS, SEQ_LEN = 16, 128
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -100,7 +99,7 @@ def test_scores_of_other_pairs_are_found(padded: dict[str, VerifyRecord], file: 
     def planted(trainer: Trainer) -> None:
         trainer.runner.add_reference = lambda batch: {
             **batch,
-            "reference_scores": stand_in_scores(batch)["reference_scores"].roll(1, 0),
+            "reference_scores": trainer.loss_fn.stand_in(batch)["reference_scores"].roll(1, 0),
         }
 
     record = record_training(configure(file, "dpo", "single", False), 1, planted)

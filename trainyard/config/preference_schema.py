@@ -1,13 +1,8 @@
-"""The `preference` section of the configuration, and what an objective needs of the others."""
-
-from typing import Any
+"""The `preference` section of the configuration."""
 
 from pydantic import Field
 
-from trainyard.config.registries import OBJECTIVES, SOURCES
 from trainyard.core.section import Section
-from trainyard.core.user_code import is_user_path
-from trainyard.families import family_of
 
 
 class PreferenceSection(Section):
@@ -27,21 +22,3 @@ class PreferenceSection(Section):
     """simpo: by how much the reward of the chosen answer shall be larger (gamma). Default: 1."""
     likelihood_weight: float | None = Field(None, ge=0)
     """cpo and orpo: weight of the cross entropy of the chosen answers. Default: 1."""
-
-
-def check_objective(config: Any) -> None:
-    """Raise ValueError if train.objective does not go with other sections of the Config."""
-    train, data, name = config.train, config.data, config.train.objective
-    if name and train.loss:
-        raise ValueError(f"train.loss={train.loss}: train.objective={name} is the loss; nearest: null")
-    if name and not family_of(config.model).is_causal:
-        raise ValueError(f"train.objective={name}: {config.model.family} writes no answers; nearest: null")
-    if name and not is_user_path(data.source) and "pairs" not in SOURCES.find(data.source).losses:
-        raise ValueError(f"data.source={data.source}: train.objective={name} needs pairs; nearest: preference")
-    if not name and data.has_flag("has_pairs"):
-        raise ValueError(f"train.objective: missing; data.source={data.source} has pairs; nearest: dpo")
-    given = config.preference.model_dump(exclude_none=True)
-    if given and not name:
-        raise ValueError("preference: train.objective is not set; nearest: dpo")
-    if name and not is_user_path(name):
-        OBJECTIVES.find(name).check(given)

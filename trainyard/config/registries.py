@@ -33,15 +33,15 @@ SOURCES: Registry[Any] = Registry(
     "trainyard.data_sources",
     "trainyard.data.source:DataSource",
     "data.source",
-    first=("text", "tokens", "arrow", "hdf5", "chat", "preference", "synthetic"),
+    first=("text", "tokens", "arrow", "hdf5", "chat", "preference", "prompts", "synthetic"),
 )
 """Instances of trainyard.DataSource by data.source."""
 OBJECTIVES: Registry[Any] = Registry(
     "trainyard.train.objectives",
     "OBJECTIVE",
     "trainyard.objectives",
-    "trainyard.train.pair_loss:PairLoss",
+    "trainyard.train.objective:Objective",
     "train.objective",
     of_classes=True,
 )
-"""Subclasses of PairLoss by train.objective."""
+"""Subclasses of Objective (PairLoss, PolicyLoss) by train.objective."""

@@ -12,9 +12,11 @@ from pydantic_core import PydanticCustomError
 from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.data_schema import DataSection
 from trainyard.config.layout_schema import LayoutSection
+from trainyard.config.objective_check import check_objective
 from trainyard.config.optimizer_schema import OptimizerSection, ScheduleSection
-from trainyard.config.preference_schema import PreferenceSection, check_objective
+from trainyard.config.preference_schema import PreferenceSection
 from trainyard.config.registries import LOGGERS, OBJECTIVES, SOURCES
+from trainyard.config.rollout_schema import PolicySection, RolloutSection
 from trainyard.core.errors import UserError
 from trainyard.core.section import (
     ONE_OR_MORE,
@@ -49,8 +51,9 @@ class TrainSection(Section):
     """A loss by name, a subclass of trainyard.Loss, or a user function, which takes (output, batch) and returns
     (sum, count). Default: the loss of the family."""
     objective: Annotated[str, NameOrPath(registry=OBJECTIVES, path="module:Class")] | None = None
-    """What pairs of answers train (data.source=preference): dpo, simpo, cpo, orpo; or a subclass of
-    trainyard.PairLoss. The section preference has its options. Default: predict the next token."""
+    """What pairs of answers train (data.source=preference): dpo, simpo, cpo, orpo, with options in the section
+    preference; or what completions of prompts train (data.source=prompts) that the model writes: grpo, rloo, with
+    options in rollout and policy. Or a subclass of trainyard.PairLoss. Default: predict the next token."""
     embedding_noise: float = Field(0.0, ge=0)
     """Add noise to the embedded tokens while training (NEFTune): uniform, up to this number / sqrt(data.seq_len x
     model.hidden). 5 is usual for fine-tuning."""
@@ -277,6 +280,8 @@ class Config(Section):
     data: DataSection = DataSection()
     train: TrainSection
     preference: PreferenceSection = PreferenceSection()
+    rollout: RolloutSection = RolloutSection()
+    policy: PolicySection = PolicySection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     precision: PrecisionSection = PrecisionSection()

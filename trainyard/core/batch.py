@@ -38,6 +38,14 @@ class Batch(TypedDict, total=False):
     pair. Its chosen answer is an even document, and the rejected one the next."""
     reference_scores: Tensor
     """[B, 2 P] fp32: log-probability that the reference gives each answer."""
+    old_log_probs: Tensor
+    """[B, T] fp32: log-probability that the sampler gave each label of a completion."""
+    reference_log_probs: Tensor
+    """[B, T] fp32: the same of a reference."""
+    advantages: Tensor
+    """[B] fp32: how much better a completion is than others of its prompt."""
+    completion_stats: Tensor
+    """[B, N] fp32: numbers about each completion to report, such as its rewards; NaN where there is none."""
     cu_seqlens: Tensor
     """[samples + 1] start of each sample in a row without padding, and the end of the last one."""
 

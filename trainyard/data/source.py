@@ -28,6 +28,8 @@ class DataSource:
     """Samples are whole documents: `data.packing` applies, and `open` returns `packing.document_samples`."""
     has_pairs: bool = False
     """All samples are pairs of answers, which are documents of their own."""
+    has_prompts: bool = False
+    """Samples are prompts, whose answers the model writes."""
     makes_tokens: bool = False
     """data.tokenizer makes its tokens: the default (bytes) is a choice, too."""
     has_fixed_length: bool = False
@@ -35,7 +37,8 @@ class DataSource:
     is_countable: bool = False
     """`plan` opens it to count samples: that is fast, and runs no code of the user."""
     losses: tuple[str, ...] = ("causal_lm",)
-    """The losses of families (Family.loss) that it has samples for; `pairs`: those of `train.objective`."""
+    """The losses of families (Family.loss) that it has samples for; `pairs` and `prompts`: those of
+    `train.objective`."""
     unpacked_size: int = 1
     """Bytes of files and of what is unpacked from them, in bytes of the files."""
     inspector: str = ""

@@ -97,7 +97,7 @@ class Evaluator:
         compile_fn = make_compile_fn(config.compile, self.device, world.local_rank)
         model, precision = config.model, config.precision
         self.context = context = build.build_rank_context(model, config.device, self.device, self.mesh)
-        self.loss_fn = build.build_loss(config.train, config.preference, None, model, precision, context, compile_fn)
+        self.loss_fn = build.build_loss(config, None, context, compile_fn)
         self.metrics = build.build_metrics(config.evaluate.metrics, None, self.loss_fn)
         self.models = build.build_stages(model, precision, context, config.data.seq_len, config.train)
         """This rank's pipeline stages; without a pipeline, the full model alone."""

@@ -1,6 +1,6 @@
 """Builds an engine: a model whose attention has a cache, with parameters from any source."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from trainyard.families.blueprint import ParamSpec
 from trainyard.inference.adapters import AdaptedLinear, AdapterStack
 from trainyard.inference.cached_attention import CachedAttention, CacheSize, CacheState
 from trainyard.inference.engine import Engine
+from trainyard.kernels.fp8_linear import Fp8Matrix
 from trainyard.kernels.fp8_weight import Fp8Weight
-from trainyard.models import ModelConfig, assign_parameters, blueprint_of, build_model
+from trainyard.kernels.nf4 import Nf4Matrix
+from trainyard.models import ModelConfig, assign_parameters, blueprint_of, build_model, store_weights
 from trainyard.models.layers import CoreAttention
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.axes import Axes
@@ -63,12 +65,14 @@ def build_engine(
     shape: EngineShape,
     make_parameter: Callable[[str], Tensor],
     existing: dict[str, nn.Parameter] | None = None,
+    stored: Mapping[str, Nf4Matrix | Fp8Matrix] | None = None,
     compiled: bool = False,
     fused_kernels: bool = True,
     adapters: AdapterStack | None = None,
 ) -> Engine:
-    """The engine of one tensor-parallel rank. `existing` has parameters by name that another model shares with it;
-    `make_parameter` makes the others. `adapters` are those that sequences may use."""
+    """The engine of one tensor-parallel rank. `existing` has parameters by name that another model shares with it, and
+    `stored` those that it keeps in 4 or 8 bits; `make_parameter` makes the others. `adapters` are those that sequences
+    may use."""
     check_memory(config, device, tp.size, shape, shares_parameters=bool(existing))
     handle = device.torch_device
     lengths, numbers = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2))
@@ -92,6 +96,7 @@ def build_engine(
             return tensor
         return Fp8Weight.quantize(tensor, tp.all_reduce_max if spec.tp_dim == 1 else lambda amax: amax)
 
+    store_weights(model, stored or {})
     assign_parameters(model, make_weight, existing)
     return Engine(model.eval(), state, device, config.vocab, compiled)
 

@@ -19,7 +19,7 @@ from trainyard import compat
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CachedAttention, CacheState
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
-from trainyard.inference.sampling import Sampler, StepNeeds, token_logprobs
+from trainyard.inference.sampling import Sampler, StepNeeds, choice_logprobs, token_logprobs
 from trainyard.models import Batch, TransformerStage
 
 VISIBLE_STEP = 64
@@ -39,10 +39,10 @@ class NextTokens(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> "NextTokens":
-        """From tokens alone, or from tokens and what `token_logprobs` returns."""
+        """From tokens alone, or from tokens and what `choice_logprobs` or `token_logprobs` returns."""
         tokens, *rest = (tensor.tolist() for tensor in tensors)
-        if not rest:
-            return cls(tokens, None, None)
+        if len(rest) < 3:
+            return cls(tokens, rest[0] if rest else None, None)
         logprobs, top_ids, top_values = rest
         tops = [list(zip(ids, values, strict=True)) for ids, values in zip(top_ids, top_values, strict=True)]
         return cls(tokens, logprobs, tops)
@@ -213,8 +213,7 @@ class Engine:
         self.tokens[index], self.lengths[index], self.is_active[index] = chosen, lengths, 1
         if needs.penalized and self.sampler.penalties:
             self.sampler.penalties.counts[index, chosen] += 1
-        results = [chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if needs.logprobs else ())]
-        return start_reading(self.device, results)
+        return start_reading(self.device, [chosen, *self._logprobs(logits, chosen, index, needs)])
 
     @torch.inference_mode()
     def decode(self, rows: int, longest: int, needs: StepNeeds) -> PendingTokens:
@@ -259,7 +258,13 @@ class Engine:
         if needs.penalized and self.sampler.penalties:
             counts = self.sampler.penalties.counts[: variant.rows]
             counts.scatter_add_(1, chosen.long()[:, None], is_active[:, None])
-        return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if needs.logprobs else ())]
+        return [chosen, *self._logprobs(logits, chosen, slice(variant.rows), needs)]
+
+    def _logprobs(self, logits: Tensor, chosen: Tensor, index: Any, needs: StepNeeds) -> tuple[Tensor, ...]:
+        """What a step reports besides the tokens that the slots in `index` have chosen."""
+        if needs.logprobs:
+            return token_logprobs(logits.float(), chosen, MAX_LOGPROBS)
+        return (choice_logprobs(logits.float(), chosen, self.sampler.temperature[index]),) if needs.choices else ()
 
     def _decode_logits(self, tokens: Tensor, lengths: Tensor, visible: int) -> Tensor:
         self.state.decoding, self.state.visible = True, visible

@@ -42,6 +42,8 @@ class PrefixCache:
     def longest(self, prompt: Sequence[int], own_slot: int, adapter: int = 0) -> Prefix:
         """The slot with the longest beginning of a prompt, of which the last token must always be computed. Of several
         slots, it is that of the prompt itself."""
+        if len(prompt) <= self.unit:
+            return Prefix(own_slot, 0)
         same = [held if self._adapters[slot] == adapter else () for slot, held in enumerate(self.held)]
         found = [Prefix(slot, self._common(held, prompt)) for slot, held in enumerate(same)]
         return max(found, key=lambda prefix: (prefix.length, prefix.slot == own_slot))

@@ -33,6 +33,9 @@ class SamplingOptions:
     num_logprobs: int | None = None
     """The most likely tokens to report with each token, besides the token itself; None: no log-probabilities."""
 
+    reports_choices: bool = False
+    """Report the log-probability of each token in the distribution at `temperature` that it was drawn from, before
+    top_p and top_k, instead of num_logprobs."""
     json_schema: str | None = None
     """The text is JSON of this schema."""
 
@@ -70,7 +73,8 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None
     """None: more tokens follow."""
     logprob: float | None = None
-    """Of the model's distribution before temperature, top_p and top_k, if the request asked for log-probabilities."""
+    """Of the model's distribution before temperature, top_p and top_k, if the request asked for log-probabilities; of
+    that at its temperature if it asked for `reports_choices`."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """(token, logprob) of the most likely tokens, as many as the request asked for."""
     cached_tokens: int = 0

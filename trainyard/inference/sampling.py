@@ -30,6 +30,8 @@ class StepNeeds(NamedTuple):
 
     sampled: bool = False
     logprobs: bool = False
+    choices: bool = False
+    """Log-probabilities of the tokens that are drawn, and nothing else."""
     penalized: bool = False
     constrained: bool = False
     """A row may choose only the tokens of its mask."""
@@ -39,6 +41,7 @@ class StepNeeds(NamedTuple):
         return cls(
             any(o.temperature > 0 for o in options),
             any(o.num_logprobs is not None for o in options),
+            any(o.reports_choices for o in options),
             any(o.is_penalized for o in options),
             any(o.json_schema is not None for o in options),
         )
@@ -177,6 +180,14 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     # 31 bits. Small values are exact in fp32; they are the large noise, which decides.
     uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
+
+
+def choice_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
+    """Log probability [N] of `tokens` [N] under fp32 `logits` [N, V] at the temperatures [N], of which 0 is taken for
+    1."""
+    scaled = logits / torch.where(temperature <= 0, 1.0, temperature)[:, None]
+    chosen = scaled.gather(1, tokens.long()[:, None])[:, 0]
+    return chosen - scaled.logsumexp(1)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

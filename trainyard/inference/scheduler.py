@@ -148,7 +148,7 @@ class RequestScheduler:
     def _move_prefix(self, slot: int, request: Request) -> None:
         """Move what a slot holds to another free one, unless the prompt that gets the slot begins with it."""
         source, length = self.prefixes.longest(request.prompt, slot, request.adapter)
-        if source == slot and length:
+        if (source == slot and length) or not self.prefixes.held[slot]:
             return
         needed = (slot, source) if length else (slot,)
         free = [other for other, sequence in enumerate(self.slots) if sequence is None and other not in needed]
@@ -233,6 +233,8 @@ class RequestScheduler:
             top: tuple[tuple[int, float], ...] = ()
             if options.num_logprobs is not None and result.logprobs and result.top_logprobs:
                 logprob, top = result.logprobs[row], tuple(result.top_logprobs[row][: options.num_logprobs])
+            elif options.reports_choices and result.logprobs:
+                logprob = result.logprobs[row]
             identity = sequence.request.request_id
             events.append(TokenEvent(identity, token, finish_reason, logprob, top, sequence.reused))
             if finish_reason:

@@ -48,6 +48,8 @@ NAMES = (
     "save",
     "evaluate",
     "samples",
+    "rollout",
+    "reward",
 )
 DEVICE_NAMES = tuple(DEVICE_PREFIX + name for name in NAMES)
 

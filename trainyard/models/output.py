@@ -1,6 +1,6 @@
 """ModelOutput: hidden states and the output matrix, from which a loss computes logits chunk by chunk."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,6 +45,13 @@ class ModelOutput:
     def logits(self) -> Tensor:
         """All logits at once, [..., V]: convenient for a custom loss, large for a big vocabulary."""
         return self.gather_vocab(F.linear(self.hidden_for_head(), self.weight, self.bias))
+
+    def at_temperature(self, temperature: float) -> "ModelOutput":
+        """The output whose logits are divided by `temperature`."""
+        if temperature == 1:
+            return self
+        bias = None if self.bias is None else self.bias / temperature
+        return replace(self, local_hidden=self.local_hidden / temperature, bias=bias)
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
         """[..., V] logits of all ranks, without padding, from those of this rank's rows of the output projection."""

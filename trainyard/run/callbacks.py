@@ -63,6 +63,10 @@ class Callback:
     def on_samples(self, trainer: TrainerView, records: list[dict[str, Any]]) -> None:
         """The model has continued the prompts of samples.prompts; these text samples go to samples.jsonl."""
 
+    def on_rollouts(self, trainer: TrainerView, records: list[dict[str, Any]]) -> None:
+        """The model has written completions that the next steps train on (train.objective=grpo or rloo); those of one
+        prompt go to rollouts.jsonl."""
+
     def on_event(self, trainer: TrainerView, event: dict[str, Any]) -> None:
         """On rank 0: the run starts or ends, a loss spikes or a step is skipped; `event` goes to events.jsonl."""
 

@@ -14,7 +14,7 @@ from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.checkpoint.weights import BaseWeights
 from trainyard.core.world import World
 from trainyard.data.loading.fingerprint import Fingerprints
-from trainyard.data.loading.loader import BatchLoader
+from trainyard.data.loading.loader import BatchSource
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.parallel.rank_context import RankContext
@@ -42,7 +42,7 @@ class BuiltTrainer(TrainerView, Protocol):
 
     context: RankContext
     world: World
-    loader: BatchLoader
+    batch_source: BatchSource
     runner: MicroBatchRunner
     spans: SpanRecorder
     run_directory: RunDirectory
@@ -121,9 +121,8 @@ def _run_log(trainer: BuiltTrainer) -> Sequence[Part]:
         return ()
     process = {"ranks": trainer.world.size, "device": context.device.describe(), "resumed": trainer.resumed is not None}
     publish_event = partial(trainer.notify, "on_event")
-    return (
-        RunLog(trainer.run_directory, trainer.config, trainer.completed_steps, trainer.loader, publish_event, process),
-    )
+    indices = trainer.batch_source.sample_indices
+    return (RunLog(trainer.run_directory, trainer.config, trainer.completed_steps, indices, publish_event, process),)
 
 
 def _deadline_saver(trainer: BuiltTrainer) -> Sequence[Part]:

@@ -1,4 +1,5 @@
-"""What rank 0 writes while a run trains: metrics.jsonl, samples.jsonl, events.jsonl, and the loggers of log.loggers."""
+"""What rank 0 writes while a run trains: metrics.jsonl, samples.jsonl, rollouts.jsonl, events.jsonl, and the loggers of
+log.loggers."""
 
 import logging
 import os
@@ -9,11 +10,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError, one_line
-from trainyard.data.loading.loader import BatchLoader
 from trainyard.metrics.json_lines import JsonLinesWriter, as_number, repair_json_lines
-from trainyard.metrics.loggers.base import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, LoggedRun
+from trainyard.metrics.loggers.base import EVENTS_FILE, METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE, LoggedRun
 from trainyard.metrics.loggers.process import LoggerProcess
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.run.callbacks import Part, TrainerView
@@ -39,21 +42,23 @@ class RunLog(Part):
         run_directory: RunDirectory,
         config: Config,
         completed_steps: int,
-        loader: BatchLoader,
+        sample_indices: Callable[[int], NDArray[np.int64]],
         publish_event: Callable[[dict[str, Any]], None],
         process: Mapping[str, Any],
     ) -> None:
-        """A run that resumes after `completed_steps` drops what an earlier process wrote about later steps. `loader`
-        knows the samples of each step. `process` is what the start event says about this process."""
+        """A run that resumes after `completed_steps` drops what an earlier process wrote about later steps.
+        `sample_indices` takes a step, of which the first is 0, to its samples. `process` is what the start event says
+        about this process."""
         directory = run_directory.path
-        self.metrics, self.text_samples, self.events = (
-            JsonLinesWriter(directory / name) for name in (METRICS_FILE, SAMPLES_FILE, EVENTS_FILE)
+        self.metrics, self.text_samples, self.events, self.rollouts = (
+            JsonLinesWriter(directory / name) for name in (METRICS_FILE, SAMPLES_FILE, EVENTS_FILE, ROLLOUTS_FILE)
         )
         self.continues = self.metrics.path.is_file()
         """True if an earlier process has written to the directory."""
         is_current = partial(_is_up_to, completed_steps)
         records = repair_json_lines(self.metrics.path, is_current)
         text_samples = repair_json_lines(self.text_samples.path, is_current)
+        repair_json_lines(self.rollouts.path, is_current)
         repair_json_lines(self.events.path, lambda event: event.get("event") not in RERUN_EVENTS or is_current(event))
         self.last_text_sample_step: int = text_samples[-1]["step"] if text_samples else 0
         losses = [as_number(record["loss"]) for record in records if "loss" in record]
@@ -63,7 +68,7 @@ class RunLog(Part):
         self.last_step_skipped = False
         self.last_status: HostStatus
         """The status of the step whose record is being made."""
-        self.loader, self.publish_event, self.process = loader, publish_event, process
+        self.sample_indices, self.publish_event, self.process = sample_indices, publish_event, process
         plain_config = config.model_dump(mode="json")
         self.run = LoggedRun(directory, run_directory.run_id, plain_config, completed_steps, self.continues)
         self.logger_names = config.log.loggers
@@ -96,6 +101,9 @@ class RunLog(Part):
     def on_samples(self, trainer: TrainerView, records: Sequence[dict[str, Any]]) -> None:
         self.text_samples.write(*records)
         self._submit("log_samples", records[0]["step"], list(records))
+
+    def on_rollouts(self, trainer: TrainerView, records: Sequence[dict[str, Any]]) -> None:
+        self.rollouts.write(*records)
 
     def _write(self, record: dict[str, Any]) -> None:
         """Append a record to metrics.jsonl."""
@@ -137,14 +145,14 @@ class RunLog(Part):
         self._close("interrupted", DEADLINE_CLOSE_TIMEOUT_S)
 
     def _close(self, outcome: str, timeout_s: float) -> None:
-        for file in (self.metrics, self.text_samples, self.events):
+        for file in (self.metrics, self.text_samples, self.events, self.rollouts):
             file.close()
         if self.loggers:
             self.loggers.close(outcome, timeout_s)
             self.loggers = None
 
     def _write_batch_event(self, step: int, kind: str, **details: Any) -> None:
-        self._write_event(step, kind, **details, samples=self.loader.sample_indices(step - 1).tolist())
+        self._write_event(step, kind, **details, samples=self.sample_indices(step - 1).tolist())
 
     def _write_event(self, step: int, kind: str, **details: Any) -> None:
         event = {"step": step, "time": _now(), "event": kind, **details}

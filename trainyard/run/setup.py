@@ -37,13 +37,12 @@ from trainyard.train.evaluate import Metric
 from trainyard.train.loss import LossFunction
 from trainyard.train.micro_batches.runner import MicroBatchOptions, MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
+from trainyard.train.objective import Objective
 from trainyard.train.optim.flat_state import FlatState, local_shapes
 from trainyard.train.optim.gradient_sync import GradientSync
 from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.pair_loss import PairLoss
-from trainyard.train.reference_scores import stand_in_scores
 from trainyard.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -98,9 +97,7 @@ class TrainSetup:
         self.compiles = compile_fn is not None
         self.context = context = build.build_rank_context(config.model, config.device, device, mesh)
         self.blueprint = context.blueprint
-        self.loss_fn = build.build_loss(
-            config.train, config.preference, loss, config.model, config.precision, context, compile_fn
-        )
+        self.loss_fn = build.build_loss(config, loss, context, compile_fn)
         self.metrics = build.build_metrics(config.evaluate.metrics, metrics, self.loss_fn)
         self.evaluation_fn = build.build_evaluation(config.evaluate, evaluate)
         evaluate_every = 0 if self.evaluation_fn else config.evaluate.every
@@ -145,8 +142,8 @@ class TrainSetup:
             config.device.attention,
         )
         self.runner = MicroBatchRunner(self.models, context, micro_batches, self.spans)
-        if isinstance(self.loss_fn, PairLoss) and self.loss_fn.needs_reference:
-            self.runner.add_reference = stand_in_scores  # those of a run are computed when it starts
+        if isinstance(self.loss_fn, Objective):
+            self.runner.add_reference = self.loss_fn.stand_in  # a run has its own numbers when it starts
         on_gradients_ready = partial(self.notify, "on_gradients_ready")
         self.train_step = TrainStep(
             self.runner, self.loss_fn, self.optimizer, config.train.seed, on_gradients_ready, stopwatch, waiting

@@ -13,11 +13,13 @@ import torch
 
 from trainyard.config.load import dump
 from trainyard.core.atomic_files import atomic_write_text
+from trainyard.data.loading.loader import BatchSource
 from trainyard.run.checkpointing.directory_owner import lock_directories
 from trainyard.run.model_files import check_run_export, export_weights, run_model_files
 from trainyard.run.parts import build_parts
 from trainyard.run.records import RunSummary, check_weights, step_record, too_many_skipped
 from trainyard.run.reference import prepare_reference
+from trainyard.run.rollouts.rollout_loader import prepare_rollouts
 from trainyard.run.setup import TrainSetup
 from trainyard.run.shutdown import quiet_garbage_collector
 from trainyard.run.training_texts import write_training_texts
@@ -30,6 +32,9 @@ from trainyard.train.step import StepResult
 
 class Trainer(TrainSetup):
     """One rank of a training run."""
+
+    batch_source: BatchSource
+    """Makes the batches of its steps."""
 
     def run(self) -> RunSummary:
         """Train until config.train.steps or a signal, and write the run directory."""
@@ -46,6 +51,7 @@ class Trainer(TrainSetup):
                 atomic_write_text(directory / "config.yaml", dump(config))
                 write_training_texts(directory, config, self.loader)
             prepare_reference(self, directory)
+            self.batch_source = prepare_rollouts(self, directory) or self.loader
             closing_parts, start = build_parts(self), time.perf_counter()
             with self.stop_signal.handle_signals(), closing_parts:
                 for part in self.parts:
@@ -104,7 +110,7 @@ class Trainer(TrainSetup):
             model.train()
         self.throughput.start(self.completed_steps)
         steps = self.config.train.steps
-        batches = self.loader.prefetch(self.completed_steps, steps, self.batch_slice, self.runner.stage_batch)
+        batches = self.batch_source.prefetch(self.completed_steps, steps, self.batch_slice, self.runner.stage_batch)
         while self.completed_steps < steps and not self.should_stop():
             step = self.completed_steps + 1
             log_due = self._log_due(step)

@@ -15,9 +15,15 @@ from torch import Tensor
 from trainyard import compat, devices, models
 from trainyard.checkpoint.weights import BaseWeights, WeightSource, local_values
 from trainyard.config.data_schema import DataSection
-from trainyard.config.preference_schema import PreferenceSection
 from trainyard.config.registries import OBJECTIVES
-from trainyard.config.schema import DeviceSection, EvaluateSection, PrecisionSection, RecomputeSection, TrainSection
+from trainyard.config.schema import (
+    Config,
+    DeviceSection,
+    EvaluateSection,
+    PrecisionSection,
+    RecomputeSection,
+    TrainSection,
+)
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
@@ -42,7 +48,6 @@ from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric
 from trainyard.train.initial_weights import open_initial_weights
 from trainyard.train.loss import Loss, LossFunction, UserLoss, make_loss
-from trainyard.train.pair_loss import PairLoss
 from trainyard.train.user_functions import check_named_numbers, user_function
 
 GRAPHS_PER_LENGTH = 8
@@ -69,25 +74,21 @@ def build_rank_context(
 
 
 def build_loss(
-    train: TrainSection,
-    preference: PreferenceSection,
-    user_loss: LossFunction | None,
-    model: models.ModelConfig,
-    precision: PrecisionSection,
-    context: RankContext,
-    compile_fn: CompileFn | None,
+    config: Config, user_loss: LossFunction | None, context: RankContext, compile_fn: CompileFn | None
 ) -> Loss:
     """The user's loss (an argument, or what train.loss names), the objective, or the loss of the model family."""
-    named = train.loss or models.family_of(model).loss
+    train, precision = config.train, config.precision
+    named = train.loss or models.family_of(config.model).loss
     function = user_loss or (import_function(named, "train.loss", or_subclass_of=Loss) if is_user_path(named) else None)
     if function and not inspect.isclass(function):
         return UserLoss(function)
-    fp8 = fp8_layers(precision, model.layers)
+    fp8 = fp8_layers(precision, config.model.layers)
     head_recipe = fp8.recipe if fp8 and precision.head_dtype == "fp8" else None
     head_loss = make_head_loss(context.kernels, compile_fn, head_recipe, context.device.kind.max_logits_bytes)
     if train.objective:
-        objective: PairLoss = OBJECTIVES.find(train.objective)(head_loss, preference)
-        return objective
+        objective = OBJECTIVES.find(train.objective)
+        loss: Loss = objective(head_loss, *(getattr(config, section) for section in objective.sections))
+        return loss
     return make_loss(named, head_loss)
 
 

@@ -5,17 +5,16 @@ Labels are those of the answers. The log-probability of an answer is the sum ove
 context-parallel ranks add up theirs. No torch at the top: configurations name an objective.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
-from trainyard.train.loss import HeadLoss, Loss, LossTerms
+from trainyard.train.loss import LossTerms
+from trainyard.train.objective import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainyard.config.preference_schema import PreferenceSection
     from trainyard.models import Batch, ModelOutput
 
 
@@ -33,10 +32,10 @@ class PairScores(NamedTuple):
     reference_rejected: "Tensor"
 
 
-class PairLoss(Loss):
+class PairLoss(Objective):
     """What is minimized over pairs. A subclass is an objective: `train.objective` names it."""
 
-    is_causal = True
+    samples, sections = "pairs", ("preference",)
     term_names: tuple[str, ...] = ("pair",)
     metric_names = (
         *("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"),
@@ -46,25 +45,6 @@ class PairLoss(Loss):
     """It has a second term, `likelihood`: the cross entropy of the chosen answers, by `likelihood_weight`."""
     needs_reference: ClassVar[bool] = False
     """It compares with the log-probabilities of a reference, which batches have."""
-    variants: ClassVar[tuple[str, ...]] = ()
-    """Values of preference.variant."""
-    defaults: ClassVar[dict[str, Any]] = {}
-    """The keys of the section `preference` that it has, and their values unless given."""
-
-    def __init__(self, head_loss: HeadLoss | None, options: "PreferenceSection") -> None:
-        super().__init__(head_loss)
-        given = options.model_dump(exclude_none=True)
-        self.options: dict[str, Any] = {name: given.get(name, value) for name, value in self.defaults.items()}
-
-    @classmethod
-    def check(cls, given: Mapping[str, Any]) -> None:
-        """Raise ValueError if the objective has not all of these keys of the section `preference`, or not a value."""
-        if unknown := next((key for key in given if key not in cls.defaults), None):
-            known = ", ".join(cls.defaults)
-            raise ValueError(f"preference.{unknown}={given[unknown]}: train.objective has only {known}; nearest: null")
-        if (variant := given.get("variant")) and variant not in cls.variants:
-            known = ", ".join(cls.variants)
-            raise ValueError(f"preference.variant={variant}: train.objective has only {known}; nearest: sigmoid")
 
     def pair_losses(self, scores: PairScores) -> "Tensor":
         """The loss of each pair [B, P]."""
@@ -75,6 +55,11 @@ class PairLoss(Loss):
         beta = self.options["beta"]
         chosen, rejected = scores.chosen - scores.reference_chosen, scores.rejected - scores.reference_rejected
         return beta * chosen.detach(), beta * rejected.detach()
+
+    def stand_in(self, batch: "Batch") -> "Batch":
+        if not self.needs_reference:
+            return batch
+        return {**batch, "reference_scores": -(batch["pair_keys"] % 64).float()}
 
     def label_counts(self, batch: "Batch") -> "list[Tensor]":
         counts = [is_pair(batch).sum().float()]

@@ -67,11 +67,6 @@ class ReferenceScores:
         return {**batch, "reference_scores": torch.from_numpy(scores)}
 
 
-def stand_in_scores(batch: Batch) -> Batch:
-    """Numbers that depend on nothing but the pair, for steps that only show that a layout computes what others do."""
-    return {**batch, "reference_scores": -(batch["pair_keys"] % 64).float()}
-
-
 def pair_keys(words: Tensor) -> NDArray[np.int64]:
     """[B, P] from the two words of each key [B, 2 P]."""
     return np.ascontiguousarray(words.numpy()).view(np.int64)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,18 @@ from trainyard.data.loading.shuffle import shuffled_indices
 T = TypeVar("T")
 FETCH_STEPS = 8
 """Steps between the request for remote samples and the batch that needs them."""
+
+
+class BatchSource(Protocol):
+    """What the steps of a run take their batches from."""
+
+    def prefetch(
+        self, first_step: int, end_step: int, sample_slice: slice, prepare: Callable[[Batch], T]
+    ) -> Generator[T, None, None]:
+        """`prepare(batch)` for steps `first_step` to `end_step`, with the `sample_slice` of the global batch."""
+
+    def sample_indices(self, step: int) -> NDArray[np.int64]:
+        """The index in the dataset of each sample of a step. The first step is 0."""
 
 
 class BatchLoader:

@@ -7,6 +7,7 @@ from trainyard.core.errors import UserError
 from trainyard.data.source import DataSource
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from trainyard.config.data_schema import DataSection
@@ -34,10 +35,16 @@ class ChatSource(DataSource):
     ) -> "ConversationSamples":
         from trainyard.data.loading.conversation_samples import open_conversations
 
+        return open_conversations(
+            self.tokenized_data(config), paths, remote, config.model.vocab, config.model.new_tokens
+        )
+
+    def tokenized_data(self, config: "Config") -> "DataSection":
+        """The section, whose tokenizer is that of the model."""
         data, weights = config.data, config.checkpoint.weights_from
         if weights and "tokenizer" not in data.model_fields_set:  # the default knows no special token of the model
             raise UserError(f"data.tokenizer: missing; the run starts from other weights; nearest: {weights}")
-        return open_conversations(data, paths, remote, config.model.vocab, config.model.new_tokens)
+        return data
 
     def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int:
         """The tokenizer's."""
@@ -70,10 +77,14 @@ class ChatSource(DataSource):
         ends: dict[int, None] = {}
         for paths in [(path,) for path in data.paths] if data.weights else [data.paths]:
             ends |= dict.fromkeys(open_conversations(data, paths, remote, None, model.new_tokens).end_ids)
+        files = chat_encoder(chat_spec(data, model.new_tokens)).files()
+        return {"generation_config.json": self.generation_config(generation, model, ends), **files}
+
+    def generation_config(self, generation: dict[str, Any], model: "ModelConfig", end_ids: "Iterable[int]") -> bytes:
+        """generation_config.json with the tokens that end answers, before those that are known."""
         known = generation.get("eos_token_id") if model.eos_token_id is None else list(model.eos_token_id)
-        ends |= dict.fromkeys(known if isinstance(known, list) else [] if known is None else [known])
-        content = json.dumps({**generation, "eos_token_id": list(ends)}, indent=2) + "\n"
-        return {"generation_config.json": content.encode(), **chat_encoder(chat_spec(data, model.new_tokens)).files()}
+        ends = dict.fromkeys((*end_ids, *(known if isinstance(known, list) else [] if known is None else [known])))
+        return (json.dumps({**generation, "eos_token_id": list(ends)}, indent=2) + "\n").encode()
 
     def recognizes(self, path: "Path") -> bool:
         from trainyard.data.formats.conversations import is_conversation_file

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 class SyntheticSource(DataSource):
     reads_files = needs_paths = False
     has_fixed_length = True
-    losses = ("causal_lm", "bert_pretraining", "pairs")
+    losses = ("causal_lm", "bert_pretraining", "pairs", "prompts")
 
     def open(
         self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
     ) -> "tuple[Dataset, Dataset | None]":
+        from trainyard.config.registries import OBJECTIVES
         from trainyard.data.loading.synthetic import SyntheticPairs, SyntheticSentencePairs, SyntheticTokens
         from trainyard.families import family_of
 
-        if config.train.objective:
+        if config.train.objective and OBJECTIVES.find(config.train.objective).samples == "pairs":
             return SyntheticPairs(config.data, config.model.vocab, config.train.seed), None
         samples = SyntheticTokens if family_of(config.model).is_causal else SyntheticSentencePairs
         return samples(config.data, config.model.vocab, config.train.seed), None

@@ -8,6 +8,7 @@ from trainyard.core.quantities import counted
 from trainyard.metrics.json_lines import as_number, read_json_lines
 
 METRICS_FILE, SAMPLES_FILE, EVENTS_FILE = "metrics.jsonl", "samples.jsonl", "events.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
 
 
 class Logger:

@@ -1,0 +1,293 @@
+"""The batches of a run that trains on completions which it writes itself.
+
+A batch of rollouts is a function of the weights, the seed and its first step: prompts are those of the loader's order,
+and the noise of each token is a function of the completion and its position. Data-parallel ranks write some of the
+completions each, and all of them know all. A run that resumes between two updates on the same rollouts reads these from
+its directory; all other rollouts are written again.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainyard.core.batch import Batch
+from trainyard.core.counter_rng import key64
+from trainyard.core.errors import UserError
+from trainyard.core.user_code import import_function
+from trainyard.data.loading.dataset import CombinedDataset, Dataset
+from trainyard.data.loading.loader import BatchLoader
+from trainyard.data.loading.prompt_samples import PromptSamples
+from trainyard.data.loading.text_stream import tokenizer_spec
+from trainyard.data.text.tokenizer import load_tokenizer
+from trainyard.models import ModelOutput
+from trainyard.run.rollouts.frozen_weights import FrozenWeights
+from trainyard.run.rollouts.rewards import RewardFunctions
+from trainyard.run.rollouts.rollout import Rollout, RolloutBatch
+from trainyard.run.rollouts.sampler import RolloutSampler
+from trainyard.run.rollouts.turns import Turns
+from trainyard.run.setup import TrainSetup
+from trainyard.train.policy_loss import PolicyLoss
+
+T = TypeVar("T")
+ROLLOUTS_DIRECTORY = "rollouts"
+KEPT_FILES = 2
+"""The last ones, besides those that a checkpoint between two of their updates needs."""
+LOG_INTERVAL_S = 5.0
+logger = logging.getLogger(__name__)
+
+
+class RolloutLoader:
+    """Takes the place of the loader of a run: `prefetch` writes the completions when their first step begins."""
+
+    def __init__(self, run: TrainSetup, directory: Path) -> None:
+        config = run.config
+        assert isinstance(run.loss_fn, PolicyLoss)
+        self.run, self.loss, self.directory = run, run.loss_fn, directory
+        self.rollout, self.group = config.rollout, config.rollout.completions
+        self.steps_per_batch = self.rollout.updates * self.rollout.epochs
+        self.count = config.train.global_batch * self.rollout.updates
+        """Completions of a batch of rollouts."""
+        self.loader = BatchLoader(run.loader.dataset, self.count // self.group, config.train.seed, run.loader.shuffle)
+        self.tool = import_function(self.rollout.tool, "rollout.tool") if self.rollout.tool else None
+        self.tokenizer = load_tokenizer(tokenizer_spec(config.data, config.model.new_tokens))
+        prompts, _ = _locate(run.loader.dataset, 0)
+        self.rewards = RewardFunctions(self.rollout.rewards, self.rollout.weights)
+        self.sampler = RolloutSampler(run, prompts.end_ids, -(-self.count // run.layout.dp))
+        self.written: tuple[int, RolloutBatch] | None = None
+        """The last batch of rollouts, and its first step."""
+        self.frozen = FrozenWeights(run) if self.loss.kl else None
+
+    def prefetch(
+        self, first_step: int, end_step: int, sample_slice: slice, prepare: Callable[[Batch], T]
+    ) -> Generator[T, None, None]:
+        """`prepare(batch)` for steps `first_step` to `end_step`. A batch of rollouts is written when its first one is
+        asked for, with the weights of that moment."""
+        batch, seq_len = self.run.config.train.global_batch, self.run.config.data.seq_len
+        sample_ids = np.arange(batch, dtype=np.int64)[sample_slice]
+        for step in range(first_step, end_step):
+            update = step % self.steps_per_batch
+            if update == 0:
+                self.written = step, self._write(step)
+            elif self.written is None:
+                self.written = step - update, self._read(step - update)
+            rows = update % self.rollout.updates * batch + sample_ids
+            yield prepare(self.written[1].batch(rows, sample_ids, seq_len))
+
+    def sample_indices(self, step: int) -> NDArray[np.int64]:
+        """The prompts of the samples of a step of the last batch of rollouts."""
+        batch = self.run.config.train.global_batch
+        first, rollouts = self.written or (step, None)
+        if rollouts is None or not first <= step < first + self.steps_per_batch:
+            return np.zeros(0, np.int64)
+        return rollouts.prompts[(step - first) % self.rollout.updates * batch :][:batch]
+
+    def evaluate(self, run: TrainSetup) -> dict[str, float]:
+        """Mean rewards of the most likely completion of each prompt that is held out, up to evaluate.batches x
+        train.global_batch of them."""
+        run.optimizer.wait_for_weights()
+        results: dict[str, float] = {}
+        for name, loader in run.validation_loaders.items():
+            count = len(loader.dataset)
+            if limit := run.config.evaluate.batches:
+                count = min(count, limit * run.config.train.global_batch)
+            found = self._complete(loader.dataset, [*range(count)], [0] * count, greedy=True)
+            columns = {"rewards/total": [self.rewards.total(each.rewards) for each in found]}
+            for place, reward in enumerate(self.loss.stat_names[1:-1]):
+                columns[reward] = [each.rewards[place] for each in found]
+            columns["completions/finished"] = [float(each.finished) for each in found]
+            columns["completions/length"] = [float(sum(each.sampled)) for each in found]
+            prefix = f"{name}/" if name else ""
+            results |= {prefix + column: float(np.nanmean(values)) for column, values in columns.items()}
+        return results
+
+    def _write(self, step: int) -> RolloutBatch:
+        """The rollouts of the steps from `step` on: completions, rewards and advantages."""
+        run, seed = self.run, self.run.config.train.seed
+        run.optimizer.wait_for_weights()
+        groups: list[list[Rollout]] = []
+        equal: list[list[Rollout]] = []
+        needed = self.count // self.group
+        for attempt in range(self.rollout.rounds):
+            first = step // self.steps_per_batch * self.rollout.rounds + attempt
+            prompts = self.loader.sample_indices(first)[: needed - len(groups)].tolist()
+            rows = [index for index in prompts for _ in range(self.group)]
+            seeds = [key64(seed, "rollout", first, row) for row in range(len(rows))]
+            found = self._complete(run.loader.dataset, rows, seeds)
+            for start in range(0, len(found), self.group):
+                group = found[start : start + self.group]
+                differ = len({self.rewards.total(each.rewards) for each in group}) > 1
+                (groups if differ or self.rollout.rounds == 1 else equal).append(group)
+            if len(groups) == needed:
+                break
+        groups += equal[: needed - len(groups)]
+        completions = [each for group in groups for each in group]
+        totals = np.array([self.rewards.total(each.rewards) for each in completions], np.float32)
+        rollouts = RolloutBatch.join(completions, totals)
+        if self.frozen:
+            with run.spans("rollout"):
+                self._add_reference(rollouts, self.frozen)
+            if not self.loss.penalizes_tokens:
+                divergence = (rollouts.log_probs - rollouts.reference_log_probs) * rollouts.sampled
+                totals = totals - self.loss.kl * divergence.sum(1)
+        rollouts.advantages = self.loss.advantages(torch.from_numpy(totals).view(-1, self.group)).flatten().numpy()
+        self._save(step, rollouts)
+        self._notify(step, groups[0], rollouts)
+        return rollouts
+
+    def _complete(
+        self, dataset: Dataset, indices: Sequence[int], seeds: Sequence[int], greedy: bool = False
+    ) -> list[Rollout]:
+        """A completion of each of these prompts, with its rewards. Each data-parallel rank writes some of them."""
+        run, dp = self.run, self.run.layout.dp
+        rank, count = run.mesh.coords["dp"], len(indices)
+        own = range(rank * count // dp, (rank + 1) * count // dp)
+        turns = self._turns(dataset)
+        places = [_locate(dataset, indices[row])[1] for row in own]
+        asked = [(place, turns.prompts.tokens[place]) for place in places]
+        after_turn = turns.after_turn if self.tool else None
+        with run.spans("rollout"):
+            log = _log_progress(len(own))
+            found = self.sampler.complete(asked, [seeds[row] for row in own], after_turn, greedy, log)
+        with run.spans("reward"):
+            self._judge(turns, found)
+        every_rank = run.mesh.all_gather_object(found if run.mesh.tp.rank == 0 else [])
+        return [each for part in every_rank for each in part]
+
+    def _turns(self, dataset: Dataset) -> Turns:
+        return Turns(_locate(dataset, 0)[0], self.tokenizer, self.tool)
+
+    def _judge(self, turns: Turns, completions: Sequence[Rollout]) -> None:
+        """Ask for the rewards of these completions."""
+        if not completions:
+            return
+        prompts = turns.prompts
+        rewards = self.rewards(
+            [prompts.prompts[each.prompt] for each in completions],
+            [turns.completion(each) for each in completions],
+            [each.tokens[len(prompts.tokens[each.prompt]) :] for each in completions],
+            [prompts.records[each.prompt] for each in completions],
+        )
+        for each, values in zip(completions, rewards, strict=True):
+            each.rewards = values
+
+    @torch.no_grad()
+    def _add_reference(self, rollouts: RolloutBatch, frozen: FrozenWeights) -> None:
+        """What the weights of step 0 give each token. Each data-parallel rank computes its part of the rows."""
+        run, found = self.run, list[Tensor]()
+        size = self.count // run.layout.dp
+        rows = np.arange(self.count, dtype=np.int64)[run.mesh.coords["dp"] * size :][:size]
+        batch = rollouts.batch(rows, rows - rows[0], run.config.data.seq_len)
+
+        def collect(output: ModelOutput, micro: Batch) -> Tensor:
+            losses = self.loss.head_loss(output.at_temperature(self.loss.temperature), micro["labels"], per_token=True)
+            found.append(-losses)
+            return losses.sum()
+
+        rng_key = torch.zeros(2, dtype=torch.int32, device=run.device.torch_device)
+        with frozen.in_place(), run.runner.eval_mode():
+            run.runner(run.runner.to_device(batch), rng_key, collect, backward=False)
+            own = torch.cat(found).float().cpu().numpy()
+        every_rank = run.mesh.all_gather_object(own if run.mesh.tp.rank == 0 else None)
+        log_probs = np.concatenate([part for part in every_rank if part is not None])
+        width = rollouts.tokens.shape[1]
+        rollouts.reference_log_probs[:, 1:] = log_probs[:, : width - 1] * rollouts.sampled[:, 1:]
+
+    def _file(self, directory: Path, step: int) -> Path:
+        return directory / ROLLOUTS_DIRECTORY / f"{step:08d}.npz"
+
+    def _save(self, step: int, rollouts: RolloutBatch) -> None:
+        """Keep the rollouts for a run that resumes before their last update."""
+        if self.steps_per_batch == 1 or self.run.mesh.layout_rank:
+            return
+        file = self._file(self.directory, step)
+        rollouts.write(file)
+        every = self.run.config.checkpoint.every
+        for old in sorted(file.parent.glob("*.npz"))[:-KEPT_FILES]:
+            first = int(old.stem)
+            inside = range(first + 1, first + self.steps_per_batch)
+            if not any(every and completed % every == 0 for completed in inside):
+                old.unlink()
+
+    def _read(self, step: int) -> RolloutBatch:
+        """The rollouts of the steps from `step` on, which an earlier process has written."""
+        run, directories = self.run, [self.directory]
+        if run.resumed:
+            directories.append(Path(str(run.resumed.storage)).parent.parent)
+        files = [self._file(directory, step) for directory in directories]
+        found: RolloutBatch | None = run.mesh.broadcast_object(
+            lambda: next((each for file in files if (each := RolloutBatch.read(file))), None), run.device
+        )
+        if found is None or len(found.tokens) != self.count:
+            raise UserError(
+                f"{files[0]}: missing, and step {run.completed_steps} is inside a batch of rollouts; "
+                f"nearest: a checkpoint of a step that is a multiple of {self.steps_per_batch}"
+            )
+        return found
+
+    def _notify(self, step: int, group: Sequence[Rollout], rollouts: RolloutBatch) -> None:
+        """Tell callbacks about the completions of the first prompt, if one of the steps is logged."""
+        every, turns = self.run.config.log.every, self._turns(self.run.loader.dataset)
+        steps = range(step + 1, step + 1 + self.steps_per_batch)
+        if step and not any(each % every == 0 for each in steps):
+            return
+        names = [path.partition(":")[2] for path in self.rollout.rewards]
+        records: list[dict[str, Any]] = []
+        for place, each in enumerate(group):
+            length = len(turns.prompts.tokens[each.prompt])
+            rewards = dict(zip(names, each.rewards, strict=True))
+            records.append(
+                {
+                    "step": step + 1,
+                    "group": 0,
+                    "prompt": turns.text(each.tokens[:length]),
+                    "completion": turns.text(each.tokens[length:]),
+                    "rewards": {name: None if value != value else value for name, value in rewards.items()},
+                    "reward": float(rollouts.stats[place, 0]),
+                    "advantage": float(rollouts.advantages[place]),
+                    "tokens": sum(each.sampled),
+                    "finished": each.finished,
+                }
+            )
+        self.run.notify("on_rollouts", records)
+
+
+def prepare_rollouts(run: TrainSetup, directory: Path) -> RolloutLoader | None:
+    """What makes the batches of a run on rollouts; None for other runs."""
+    if not isinstance(run.loss_fn, PolicyLoss):
+        return None
+    run.runner.add_reference = None
+    loader = RolloutLoader(run, directory)
+    if not run.evaluation_fn and run.validation_loaders:
+        run.evaluation_fn = loader.evaluate
+    return loader
+
+
+def _log_progress(total: int) -> Callable[[], None]:
+    """A function to call after each of `total` completions, which logs now and then how many there are."""
+    logged, done = time.monotonic(), 0
+
+    def ended() -> None:
+        nonlocal logged, done
+        done += 1
+        if time.monotonic() - logged > LOG_INTERVAL_S:
+            logged = time.monotonic()
+            logger.info("rollouts: %s of %s completions", done, total)
+
+    return ended
+
+
+def _locate(dataset: Dataset, index: int) -> tuple[PromptSamples, int]:
+    """The prompts that an index of a dataset, which may be a part or a blend of others, belongs to."""
+    while isinstance(dataset, CombinedDataset):
+        numbers, indices = dataset.find(np.array([index], np.int64))
+        dataset, index = dataset.datasets[int(numbers[0])], int(indices[0])
+    if not isinstance(dataset, PromptSamples):
+        raise UserError("data.source: its samples have no prompts; nearest: prompts")
+    return dataset, index
