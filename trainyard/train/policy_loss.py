@@ -90,7 +90,8 @@ class PolicyLoss(Objective):
         }
         if self.has_kl:
             difference = (batch["reference_log_probs"] - log_probs).where(is_label, 0.0)
-            divergence = difference.exp() - difference - 1  # an estimate that is never negative
+            # An estimate that is never negative, and by the ratio unbiased under the weights of now.
+            divergence = ratios * (difference.exp() - difference - 1)
             losses, values["kl"] = losses + self.kl * divergence, divergence.detach()
         (count,), tokens = self.label_counts(batch), is_label.sum().float()
         terms = {name: (value.where(is_label, 0.0).sum(), tokens) for name, value in values.items()}
