@@ -19,7 +19,8 @@ MAX_TOKENS = 2048
 def write_training_texts(directory: Path, config: Config, loader: BatchLoader) -> None:
     """Write samples of the first step. Nothing for data of which all tokens are trained, and when a run resumes."""
     file = directory / INPUTS_FILE
-    if file.exists() or not config.data.has_flag("has_documents"):
+    data = config.data
+    if file.exists() or not data.has_flag("has_documents") or data.has_flag("has_prompts"):
         return
     tokenizer = load_tokenizer(tokenizer_spec(config.data, config.model.new_tokens))
     indices = loader.sample_indices(0, slice(0, MAX_SAMPLES))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 class PromptSource(ChatSource):
     has_prompts = needs_paths = True
-    has_documents = False
     losses = ("prompts",)
     inspector = ""
 

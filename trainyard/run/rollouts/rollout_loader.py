@@ -7,6 +7,7 @@ its directory; all other rollouts are written again.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -104,7 +105,8 @@ class RolloutLoader:
             columns["completions/finished"] = [float(each.finished) for each in found]
             columns["completions/length"] = [float(sum(each.sampled)) for each in found]
             prefix = f"{name}/" if name else ""
-            results |= {prefix + column: float(np.nanmean(values)) for column, values in columns.items()}
+            known = {column: [v for v in values if not math.isnan(v)] for column, values in columns.items()}
+            results |= {prefix + column: sum(values) / len(values) for column, values in known.items() if values}
         return results
 
     def _write(self, step: int) -> RolloutBatch:
@@ -248,7 +250,7 @@ class RolloutLoader:
                     "group": 0,
                     "prompt": turns.text(each.tokens[:length]),
                     "completion": turns.text(each.tokens[length:]),
-                    "rewards": {name: None if value != value else value for name, value in rewards.items()},
+                    "rewards": {name: None if math.isnan(value) else value for name, value in rewards.items()},
                     "reward": float(rollouts.stats[place, 0]),
                     "advantage": float(rollouts.advantages[place]),
                     "tokens": sum(each.sampled),

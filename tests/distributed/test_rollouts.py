@@ -1,0 +1,206 @@
+"""A run on its own completions writes the same ones, and trains the same weights from them, at every layout that it
+has, and resumes between two updates on the same completions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.test_layouts import SP
+from tests.support import configs
+from tests.support.pool import Pool, RankFailed
+from trainyard.core.errors import UserError
+from trainyard.run.rollouts.rollout import RolloutBatch
+from trainyard.run.trainer import Trainer
+
+STEPS = 4
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "dp2": (2, {}),
+    "dp2-zero1": (2, {"zero": 1}),
+    "tp2": (2, {"tp": 2}),
+    "tp2-sp-dp2-zero1": (4, {"tp": 2, "zero": 1, **SP}),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "grpo": {"policy": {"kl": 0.2, "average": "completions"}, "rollout": {"rounds": 2}},
+    "rloo": {"policy": {"kl": 0.2}, "rollout": {"temperature": 0.7, "epochs": 2, "updates": 1}},
+    "grpo-lora": {"lora": {"rank": 3}, "policy": {"kl": 0.2, "clip_high": 0.3}},
+}
+"""Sections by a name that begins with the objective's."""
+FAST = {("grpo", "dp2-zero1"), ("grpo-lora", "tp2")}
+CASES = [
+    pytest.param(kind, layout, marks=[] if (kind, layout) in FAST else [pytest.mark.nightly])
+    for kind in KINDS
+    for layout in [*LAYOUTS][1:]
+]
+
+
+def spread(
+    prompts: list[str], completions: list[str], completion_ids: list[list[int]], bonus: list[int], **_: Any
+) -> Any:
+    """Differs between completions, prompts and records."""
+    return [len(set(ids)) / 4 + sum(ids) % 5 + extra for ids, extra in zip(completion_ids, bonus, strict=True)]
+
+
+def odd(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """Does not apply to every completion."""
+    return [None if sum(ids) % 3 == 0 else float(ids[0] % 2) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    records = ({"prompt": "abcdefgh"[: 1 + number % 7], "bonus": number % 2} for number in range(11))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def run(pool: Pool, prompts: str, directory: Path, kind: str, layout: str, **more: Any) -> tuple[Path, list[Any]]:
+    """The run directory, and the records of its steps."""
+    sections: dict[str, Any] = {
+        "data": {"source": "prompts", "paths": prompts, "seq_len": 16, "validation_fraction": 0.2},
+        "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "objective": kind.partition("-")[0]},
+        "rollout": {
+            "rewards": [f"{__name__}:spread", f"{__name__}:odd"],
+            "weights": [1.0, 0.5],
+            "completions": 4,
+            "max_new_tokens": 6,
+            "updates": 2,
+        },
+        "evaluate": {"every": STEPS},
+        "optimizer": {"lr": 1e-3, "eps": 1e-3},
+        "log": {"directory": str(directory)},
+        "layout": LAYOUTS[layout][1],
+    }
+    for each in (KINDS[kind], more.pop("keys", {}), more):
+        sections = {key: {**sections.get(key, {}), **each.get(key, {})} for key in {*sections, *each}}
+    config = configs.tiny_config({**configs.LLAMA, "vocab": 257, "layers": 2}, **sections)
+    result = pool.run("tests.distributed.rank_jobs:run", (config,), LAYOUTS[layout][0])[0]
+    lines = (Path(result["directory"]) / "metrics.jsonl").read_text().splitlines()
+    return Path(result["directory"]), [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def single(pool: Pool, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Any]]]:
+    """The run of one rank, by kind."""
+    return {kind: run(pool, prompts, tmp_path_factory.mktemp(kind), kind, "single") for kind in KINDS}
+
+
+def numbers(records: list[Any]) -> list[dict[str, float]]:
+    """What records say about losses and rewards."""
+    names = ("loss", "grad_norm", "param_norm", "rewards", "completions", "kl", "clipped", "log_probs", "evaluate")
+    found = [{key: record[key] for key in record if key.split("/")[0] in names} for record in records]
+    return [record for record in found if record]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_layout_equals_one_rank(
+    pool: Pool, prompts: str, single: dict[str, tuple[Path, list[Any]]], tmp_path: Path, kind: str, layout: str
+) -> None:
+    directory, records = run(pool, prompts, tmp_path, kind, layout)
+    reference, expected = single[kind]
+    for found, one in zip(numbers(records), numbers(expected), strict=True):
+        found.pop("log_probs/difference", None), one.pop("log_probs/difference", None)
+        assert found == pytest.approx(one, rel=1e-5, abs=2e-6)
+    for file in sorted((reference / "rollouts").glob("*.npz")):
+        ours, theirs = RolloutBatch.read(directory / "rollouts" / file.name), RolloutBatch.read(file)
+        assert ours is not None
+        assert theirs is not None
+        assert np.array_equal(ours.tokens, theirs.tokens)
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=2e-6)
+        assert ours.reference_log_probs == pytest.approx(theirs.reference_log_probs, abs=2e-6)
+
+
+def test_the_sampler_and_the_trainer_agree(single: dict[str, tuple[Path, list[Any]]]) -> None:
+    for kind, (_, records) in single.items():
+        steps = [record for record in records if "loss" in record]
+        assert steps[0]["log_probs/difference"] < 1e-6, kind  # the first update on a batch of rollouts
+        assert steps[1]["log_probs/difference"] > 1e-5, kind  # weights have changed since
+        assert steps[0]["rewards/total"] != steps[2]["rewards/total"]
+
+
+@pytest.mark.parametrize("layout", ["single", pytest.param("tp2", marks=pytest.mark.nightly)])
+def test_resumes_between_two_updates(
+    pool: Pool, prompts: str, single: dict[str, tuple[Path, list[Any]]], tmp_path: Path, layout: str
+) -> None:
+    """Step 3 is the second update of the rollouts that were written before step 2, by other weights."""
+    directory, _ = run(pool, prompts, tmp_path, "grpo", "single", train={"steps": STEPS}, checkpoint={"every": 3})
+    files = sorted(file.name for file in (directory / "rollouts").glob("*"))
+    assert files == ["00000000.npz", "00000002.npz"]
+    source = {"init_from": None, "resume": str(directory / "checkpoints" / "step_00000003")}
+    _, records = run(pool, prompts, tmp_path / "resumed", "grpo", layout, checkpoint=source)
+    expected = numbers(single["grpo"][1])[-len(numbers(records)) :]
+    for found, one in zip(numbers(records), expected, strict=True):
+        found.pop("log_probs/difference", None), one.pop("log_probs/difference", None)
+        if layout == "single":
+            assert found == one
+        else:
+            assert found == pytest.approx(one, rel=1e-5, abs=2e-6)
+    for file in (directory / "rollouts").glob("*"):
+        file.unlink()
+    with pytest.raises(RankFailed, match=r"00000002.npz: missing, and step 3 is inside a batch"):
+        run(pool, prompts, tmp_path / "lost", "grpo", "single", checkpoint=source)
+
+
+def test_rollouts_are_written_for_people(single: dict[str, tuple[Path, list[Any]]]) -> None:
+    directory, _ = single["grpo"]
+    records = [json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1] * 4 + [3] * 4
+    assert {record["prompt"] for record in records[:4]} == {records[0]["prompt"]}
+    assert sum(record["advantage"] for record in records[:4]) == pytest.approx(0, abs=1e-4)
+    assert records[0]["rewards"].keys() == {"spread", "odd"}
+
+
+def test_advantages_follow_the_rewards_of_their_own_prompt(single: dict[str, tuple[Path, list[Any]]]) -> None:
+    """Recomputed in numpy from what the run saved."""
+    rollouts = RolloutBatch.read(single["grpo"][0] / "rollouts" / "00000002.npz")
+    assert rollouts
+    groups, totals = rollouts.prompts.reshape(-1, 4), rollouts.stats[:, 0].reshape(-1, 4)
+    assert (groups == groups[:, :1]).all()
+    expected = (totals - totals.mean(1, keepdims=True)) / (totals.std(1, ddof=1, keepdims=True) + 1e-4)
+    assert rollouts.advantages.reshape(-1, 4) == pytest.approx(expected, abs=1e-5)
+    for row in range(len(rollouts.tokens)):
+        ids = rollouts.tokens[row][rollouts.sampled[row]].tolist()
+        (value,) = spread([], [], [ids], [int(rollouts.prompts[row]) % 2])
+        assert rollouts.stats[row, 1] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"layout": {"pp": 2}}, r"layout.pp=2: train.objective=grpo generates with the weights of the trainer"),
+        ({"layout": {"zero": 3}}, r"layout.zero=3: .*nearest: 1"),
+        ({"rollout": {"rewards": []}}, "rollout.rewards: missing"),
+        ({"rollout": {"completions": 3}}, "not a multiple of rollout.completions=3; nearest: 6 or 9"),
+        ({"rollout": {"weights": [1.0]}}, "give one per reward"),
+        ({"policy": {"variant": "x"}}, "policy.variant"),
+        ({"preference": {"beta": 1.0}}, "train.objective=grpo has its options in policy"),
+        ({"data": {"packing": True}}, "data.packing=True: train.objective=grpo makes its samples itself"),
+    ],
+)
+def test_mistakes_are_one_line(pool: Pool, prompts: str, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
+        run(pool, prompts, tmp_path, "grpo", "single", keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda **_: 1.0, "a reward is a list of numbers"),
+        (lambda **_: [1.0], r"returned 1 number for 8 completions"),
+        (lambda prompts, **_: [float("nan") for _ in prompts], "a reward is finite, or None"),
+        (lambda prompts, **_: ["good" for _ in prompts], "returned a str"),
+    ],
+)
+def test_wrong_rewards_are_one_line(prompts: str, tmp_path: Path, function: Any, message: str) -> None:
+    globals()["wrong"] = function
+    keys: dict[str, Any] = {
+        "data": {"source": "prompts", "paths": prompts, "seq_len": 16},
+        "train": {"steps": 1, "global_batch": 8, "micro_batch": 2, "objective": "grpo"},
+        "rollout": {"rewards": [f"{__name__}:wrong"], "completions": 4, "max_new_tokens": 6},
+        "log": {"directory": str(tmp_path)},
+    }
+    with pytest.raises(UserError, match=message):
+        Trainer(configs.tiny_config({**configs.LLAMA, "vocab": 257, "layers": 2}, **keys)).run()
