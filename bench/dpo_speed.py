@@ -7,8 +7,7 @@ The shape of Llama 3.2 1B with random weights, bf16, all of them trained by Adam
 average (lognormal); each pair has two, which begin with one prompt, half as long as the shorter text. Fine-tuning
 trains what follows the prompt of each text, DPO compares it. Both pack samples of 2,048 tokens, 8 per step, and load
 them as a run does: a thread prepares the next batch. They take turns; speeds are medians of steps, and padding does not
-count.
-`reference_tokens_per_s` is the speed of the scores that are computed before the first step.
+count. `reference_tokens_per_s` is the speed of the scores that are computed before the first step.
 """
 
 import argparse

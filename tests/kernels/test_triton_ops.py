@@ -217,8 +217,8 @@ def test_sum_rows(dtype: torch.dtype, top_k: int, columns: int) -> None:
     close(actual[1], expected[1], torch.float32 if dtype == torch.float32 else dtype)
 
 
-@pairwise(dtype=DTYPES, vocab=[100, 4096 + 77])
-def test_cross_entropy(dtype: torch.dtype, vocab: int) -> None:
+@pairwise(dtype=DTYPES, vocab=[100, 4096 + 77], weighted={"weights": True, "plain": False})
+def test_cross_entropy(dtype: torch.dtype, vocab: int, weighted: bool) -> None:
     logits = 4 * random(6, vocab, dtype=dtype)
     logits[1] -= 1000  # all logits far below zero
     logits[2, 5] = 500  # the label has probability 1
@@ -226,12 +226,16 @@ def test_cross_entropy(dtype: torch.dtype, vocab: int) -> None:
     actual, expected = logits.clone(), logits.clone()
     fused = TritonKernels.cross_entropy_
     assert fused is not None
-    losses = fused(actual, labels, IGNORE_INDEX)
-    expected_losses = torch_chunk_loss(expected, labels, ModelOutput(logits, logits))
+    weights = random(6) if weighted else None
+    losses = fused(actual, labels, IGNORE_INDEX, weights)
+    expected_losses = torch_chunk_loss(expected, labels, ModelOutput(logits, logits), weights)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     assert actual[3].abs().max() == 0
     assert actual[2].abs().max() == 0
+    untouched = logits.clone()
+    torch.testing.assert_close(fused(untouched, labels, IGNORE_INDEX, writes_gradient=False), losses, rtol=0, atol=0)
+    assert torch.equal(untouched, logits)
 
 
 def scalars(apply: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -24,9 +24,9 @@ class Kernels:
     has_fp8_matmul = False
     """True if the device multiplies fp8 matrices; otherwise `linear` emulates fp8."""
 
-    cross_entropy_: Callable[[Tensor, Tensor, int], Tensor] | None = None
-    """(logits, labels, ignore_index) -> loss of each row; the logits become the gradient. train/cross_entropy.py has
-    the plain torch version."""
+    cross_entropy_: Callable[..., Tensor] | None = None
+    """(logits, labels, ignore_index, weights, writes_gradient) -> loss of each row; the logits become the gradient.
+    train/cross_entropy.py has the plain torch version."""
     adamw_: Callable[..., None] | None = None
     """One update of flat fp32 memory, with the scalars in one tensor. train/optim has the plain torch version."""
     adamw_stochastic_rounding_: Callable[..., None] | None = None

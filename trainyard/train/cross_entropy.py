@@ -24,8 +24,9 @@ from trainyard.train.decisions import loss_chunk_tokens
 MAX_LOGITS_BYTES = 1 << 25
 """Size of the fp32 logits that exist at one time, unless the device sets another."""
 
-ChunkLossFn = Callable[[Tensor, Tensor, ModelOutput], Tensor]
-"""(logits, labels, output): returns the loss of each token and overwrites the logits with its gradient."""
+ChunkLossFn = Callable[[Tensor, Tensor, ModelOutput, Tensor | None, bool], Tensor]
+"""(logits, labels, output, weights, needs_gradient): returns the loss of each token and overwrites the logits with the
+gradient of their sum, weighted if `weights` are given; with something else if no gradient is needed."""
 
 
 class HeadGemm:
@@ -122,8 +123,12 @@ def select_chunk_loss(kernels: Kernels, compile_fn: CompileFn | None) -> ChunkLo
     if fused is None:
         return unfused
 
-    def chunk_loss(logits: Tensor, labels: Tensor, output: ModelOutput) -> Tensor:
-        return fused(logits, labels, IGNORE_INDEX) if output.tp.size == 1 else unfused(logits, labels, output)
+    def chunk_loss(
+        logits: Tensor, labels: Tensor, output: ModelOutput, weights: Tensor | None, needs_gradient: bool
+    ) -> Tensor:
+        if output.tp.size > 1:
+            return unfused(logits, labels, output, weights, needs_gradient)
+        return fused(logits, labels, IGNORE_INDEX, weights, needs_gradient)
 
     return chunk_loss
 
@@ -145,7 +150,12 @@ def softmax_(logits: Tensor, counts: Tensor, label_logits: Tensor, tp: TensorAxi
 
 
 def torch_chunk_loss(
-    logits: Tensor, labels: Tensor, output: ModelOutput, softmax: Callable[..., Tensor] = softmax_
+    logits: Tensor,
+    labels: Tensor,
+    output: ModelOutput,
+    weights: Tensor | None = None,
+    needs_gradient: bool = True,
+    softmax: Callable[..., Tensor] = softmax_,
 ) -> Tensor:
     """The losses of a chunk in plain torch, for a vocabulary that is split over tensor-parallel ranks or not."""
     counts = (labels != IGNORE_INDEX)[:, None]
@@ -162,7 +172,10 @@ def torch_chunk_loss(
     target = torch.where(is_local, target, 0)  # int32 like the labels: 64-bit indices are slow on some devices
     label_logits = torch.where(is_local, logits.gather(1, target).float(), 0.0)
     loss = softmax(logits, counts, label_logits, output.tp)
-    logits.scatter_(1, target, logits.gather(1, target) - is_local.to(logits.dtype))
+    if needs_gradient:
+        logits.scatter_(1, target, logits.gather(1, target) - is_local.to(logits.dtype))
+        if weights is not None:
+            logits.mul_(weights[:, None])
     return loss[:, 0]
 
 
@@ -199,12 +212,11 @@ class _Chunks(NamedTuple):
             h, y = hidden[tokens], self.labels[tokens]
             logits = buffer[: len(h)]
             head.logits(h, logits)
-            loss = self.loss(logits[:, :vocab], y, self.output)
-            if padding:
-                logits[:, vocab:].zero_()
+            of_chunk = None if weights is None else weights[tokens]
+            loss = self.loss(logits[:, :vocab], y, self.output, of_chunk, gradients is not None)
             if gradients:
-                if weights is not None:
-                    logits.mul_(weights[tokens, None])
+                if padding:
+                    logits[:, vocab:].zero_()
                 head.backward(logits, h, gradients.hidden[tokens], gradients.weight)
                 if gradients.bias is not None:
                     gradients.bias += logits.sum(0, dtype=torch.float32)

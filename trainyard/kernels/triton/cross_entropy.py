@@ -1,4 +1,4 @@
-"""Cross entropy of a chunk of logits: returns the loss of each row and overwrites the logits with their gradient."""
+"""Cross entropy of a chunk of logits: the loss of each row, and the gradient in the place of the logits."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,10 @@ BLOCK_VOCAB = 4096
 
 
 @triton.jit
-def _cross_entropy_row(logits, labels, losses, columns, stride, IGNORE_INDEX: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_row(  # type: ignore[no-untyped-def]
+    logits, labels, weights, losses, columns, stride,
+    WRITES_GRADIENT: tl.constexpr, IGNORE_INDEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     column = tl.arange(0, BLOCK)
@@ -30,22 +33,27 @@ def _cross_entropy_row(logits, labels, losses, columns, stride, IGNORE_INDEX: tl
     max_ = tl.max(running_max, 0)
     sum_ = tl.sum(running_sum * tl.exp(running_max - max_), 0)
     tl.store(losses + row, tl.where(valid, tl.log(sum_) + max_ - label_logit, 0.0))
-    inverse_sum = tl.where(valid, 1 / sum_, 0.0)
-    for start in range(0, columns, BLOCK):
-        mask = start + column < columns
-        x = tl.load(logits + start + column, mask, float("-inf")).to(tl.float32)
-        # Round first, as the reference does: where the softmax is 1 the gradient is exactly 0.
-        y = (tl.exp(x - max_) * inverse_sum).to(logits.dtype.element_ty).to(tl.float32)
-        y -= tl.where(valid & (start + column == label), 1.0, 0.0)
-        tl.store(logits + start + column, y.to(logits.dtype.element_ty), mask)
+    if WRITES_GRADIENT:
+        inverse_sum = tl.where(valid, 1 / sum_, 0.0)
+        weight = 1.0 if weights is None else tl.load(weights + row)
+        for start in range(0, columns, BLOCK):
+            mask = start + column < columns
+            x = tl.load(logits + start + column, mask, float("-inf")).to(tl.float32)
+            # Round first, as the reference does: where the softmax is 1 the gradient is exactly 0.
+            y = (tl.exp(x - max_) * inverse_sum).to(logits.dtype.element_ty).to(tl.float32)
+            y -= tl.where(valid & (start + column == label), 1.0, 0.0)
+            tl.store(logits + start + column, (y * weight).to(logits.dtype.element_ty), mask)
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the fp32 loss of each row; `logits` [rows, vocab] become the gradient of the summed loss."""
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, ignore_index: int, weights: Tensor | None = None, writes_gradient: bool = True
+) -> Tensor:
+    """Return the fp32 loss of each row; `logits` [rows, vocab] become the gradient of their sum, in which the losses
+    count by their `weights` (fp32) if given."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     if has_memory(losses):
         _cross_entropy_row[(len(logits),)](
-            logits, labels, losses, logits.shape[1], logits.stride(0),
-            IGNORE_INDEX=ignore_index, BLOCK=BLOCK_VOCAB, num_warps=8,
+            logits, labels, weights, losses, logits.shape[1], logits.stride(0),
+            WRITES_GRADIENT=writes_gradient, IGNORE_INDEX=ignore_index, BLOCK=BLOCK_VOCAB, num_warps=8,
         )  # fmt: skip
     return losses
