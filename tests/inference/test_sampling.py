@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.examples import examples
+from trainyard.inference import sampling
 from trainyard.inference.requests import SamplingOptions
-from trainyard.inference.sampling import TokenPenalties, choose_tokens, gumbel_noise, kept_tokens, token_logprobs
+from trainyard.inference.sampling import (
+    StepNeeds,
+    TokenPenalties,
+    choose_tokens,
+    gumbel_noise,
+    kept_tokens,
+    token_logprobs,
+)
 
 
 class Options(NamedTuple):
@@ -136,6 +144,16 @@ def test_a_draw_depends_only_on_its_own_row() -> None:
         alone = choose_tokens(*(argument[row : row + 1] for argument in arguments))
         assert alone[0] == together[row]
     assert together[0] == logits[0].argmax()
+
+
+def test_a_batch_without_filters_draws_the_same_tokens_without_sorting(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, kept = SamplingOptions(temperature=1.0), SamplingOptions(temperature=1.0, top_k=3)
+    assert not StepNeeds.of([plain, SamplingOptions(temperature=0.0, top_k=3)]).filtered
+    assert all(StepNeeds.of([plain, each]).filtered for each in (kept, SamplingOptions(temperature=1.0, top_p=0.5)))
+    arguments = (random_logits(50, 20), torch.ones(50), torch.zeros(50), torch.ones(50), torch.arange(50))
+    expected = choose_tokens(*arguments, torch.arange(50))
+    monkeypatch.setattr(sampling, "kept_tokens", None)
+    assert torch.equal(choose_tokens(*arguments, torch.arange(50), filtered=False), expected)
 
 
 def test_compiles_to_one_graph() -> None:

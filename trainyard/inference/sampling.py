@@ -35,6 +35,8 @@ class StepNeeds(NamedTuple):
     penalized: bool = False
     constrained: bool = False
     """A row may choose only the tokens of its mask."""
+    filtered: bool = True
+    """A row may choose only its most likely tokens, which takes sorting the vocabulary."""
 
     @classmethod
     def of(cls, options: Sequence[SamplingOptions]) -> "StepNeeds":
@@ -44,6 +46,7 @@ class StepNeeds(NamedTuple):
             any(o.reports_choices for o in options),
             any(o.is_penalized for o in options),
             any(o.json_schema is not None for o in options),
+            any(o.temperature > 0 and (o.top_k > 0 or o.top_p < 1) for o in options),
         )
 
 
@@ -82,7 +85,7 @@ class Sampler:
         if not needs.sampled:  # the same tokens as below, without sorting the vocabulary
             return logits.argmax(-1).int()
         options = self.temperature[index], self.top_k[index], self.top_p[index], self.seeds[index]
-        return choose_tokens(logits, *options, positions)
+        return choose_tokens(logits, *options, positions, needs.filtered)
 
 
 class TokenPenalties:
@@ -135,9 +138,16 @@ class TokenMasks:
 
 
 def choose_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    filtered: bool = True,
 ) -> Tensor:
-    """[N] int32: the next token of each row of fp32 `logits` [N, V]. All other arguments have shape [N].
+    """[N] int32: the next token of each row of fp32 `logits` [N, V]. The tensors after it have shape [N]. Without
+    `filtered`, all tokens are kept, whatever top_k and top_p are.
 
     temperature 0 takes the most likely token, the lowest id of equal ones. top_k 0 (or V) and top_p 1 keep all tokens.
     Filters apply in the order of transformers: temperature, then top-k, then top-p on what top-k kept. `seeds` (int64)
@@ -147,9 +157,9 @@ def choose_tokens(
     # Subtracting the maximum first keeps a small temperature from overflowing.
     shifted = logits - logits.amax(1, keepdim=True)
     scaled = shifted / torch.where(is_greedy, 1.0, temperature[:, None])
-    noisy = torch.where(
-        kept_tokens(scaled, top_k, top_p), scaled + gumbel_noise(seeds, positions, logits.shape[1]), -torch.inf
-    )
+    noisy = scaled + gumbel_noise(seeds, positions, logits.shape[1])
+    if filtered:
+        noisy = torch.where(kept_tokens(scaled, top_k, top_p), noisy, -torch.inf)
     return torch.where(is_greedy, logits, noisy).argmax(1).int()
 
 
