@@ -20,15 +20,16 @@ def random_documents(samples: int, tokens: int, seed: int = 0) -> torch.Tensor:
 def test_starts_are_those_of_a_walk_over_the_tokens() -> None:
     for seed in range(20):
         documents = random_documents(3, 64, seed)
-        bound = count_documents(Batch(document_ids=documents))
+        bound = count_documents(Batch(document_ids=documents), 3)
         row = [(sample, int(number)) for sample in range(3) for number in documents[sample]]
         walked = [0, *(index + 1 for index, (a, b) in enumerate(pairwise(row)) if a != b)]
         starts = packed_documents.sequence_starts(documents, bound)
         assert starts.dtype == torch.int32
-        assert starts.tolist() == walked + [3 * 64] * (3 * bound + 1 - len(walked))
+        assert starts.tolist() == walked + [3 * 64] * (bound + 1 - len(walked))
     full = torch.arange(16, dtype=torch.int32).expand(2, 16)
-    assert count_documents(Batch(document_ids=full)) == 16
-    assert packed_documents.sequence_starts(full, 16).tolist() == list(range(33))
+    assert count_documents(Batch(document_ids=full), 2) == 32
+    assert count_documents(Batch(document_ids=full), 1) == 16
+    assert packed_documents.sequence_starts(full, 32).tolist() == list(range(33))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on NVIDIA GPUs")

@@ -25,7 +25,7 @@ class ContextAxis:
         self.decomposes_attention = decomposes_attention
         """Keys are gathered and attention uses plain operators (`DeviceKind.decomposes_attention`), not `attend`."""
         self.max_documents = 0
-        """No sample has more documents; 0: not known. Whoever runs batches sets it."""
+        """No micro batch has more documents; 0: not known. Whoever runs batches sets it."""
 
     def token_positions(self, tokens: int, rank: Tensor) -> Tensor:
         """Global positions [T] of this rank's tokens, int32; `rank` is a tensor to keep it out of the graph."""

@@ -4,7 +4,7 @@ where a mask would compute all and hide most.
 The kernel takes one row of sequences and where they start. Documents are numbered tokens, and how many there are is
 known on the device only; a bound, which the host knows, gives the starts a static shape.
 
-Shapes: B samples, T tokens, H heads, G kv heads, K head size, N = B T, D documents of a sample at most.
+Shapes: B samples, T tokens, H heads, G kv heads, K head size, N = B T, D documents of all samples at most.
 """
 
 import torch
@@ -14,15 +14,15 @@ from trainyard import compat
 
 
 def sequence_starts(documents_BT: Tensor, max_documents: int) -> Tensor:
-    """Start of each document in the row of all tokens, then N for those that are missing: int32 [B D + 1]."""
+    """Start of each document in the row of all tokens, then N for those that are missing: int32 [D + 1]."""
     B, T = documents_BT.shape
     is_start = torch.ones(B, T, dtype=torch.bool, device=documents_BT.device)
     is_start[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     is_start = is_start.flatten()
     tokens = torch.arange(B * T, dtype=torch.int32, device=documents_BT.device)
-    starts = torch.full((B * max_documents + 1,), B * T, dtype=torch.int32, device=documents_BT.device)
+    starts = torch.full((max_documents + 1,), B * T, dtype=torch.int32, device=documents_BT.device)
     # Tokens inside of documents write N to the last element, which has that value anyway.
-    index = torch.where(is_start, is_start.cumsum(0) - 1, B * max_documents)
+    index = torch.where(is_start, is_start.cumsum(0) - 1, max_documents)
     return starts.scatter_(0, index, torch.where(is_start, tokens, B * T))
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # importing torch's pipelining takes half a second, which onl
     from trainyard.parallel.pipeline import Pipeline
 
 MIN_DOCUMENTS_BOUND = 32
+MIN_DOCUMENTS_PER_SAMPLE = 8
 MicroBatchLoss = Callable[[ModelOutput, Batch], Tensor]
 """Returns the part of the loss to start the backward pass from."""
 
@@ -92,12 +93,14 @@ class MicroBatchRunner:
         return [map_batch(self.device.pin_memory, part) for part in batches]
 
     def _bound_documents(self, batch: Batch) -> None:
-        """Raise the bound of documents per sample to what the batch has. It never falls and starts high enough for most
-        data, so that graphs, which depend on it, rarely change; captured ones cannot."""
-        count = count_documents(batch)
+        """Raise the bound of documents per micro batch to what the batch has. It never falls and starts high enough for
+        most data, so that graphs, which depend on it, rarely change; captured ones cannot. Attention takes longer the
+        higher it is."""
+        count = count_documents(batch, self.micro_batch)
         if count and not self.graph_runner:
+            usual = max(MIN_DOCUMENTS_BOUND, MIN_DOCUMENTS_PER_SAMPLE * self.micro_batch)
             for model in self.models:
-                model.cp.max_documents = max(model.cp.max_documents, count, MIN_DOCUMENTS_BOUND)
+                model.cp.max_documents = max(model.cp.max_documents, count, usual)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         """Raise UserError for a token without an embedding. Devices would fail in other ways, or read another row."""

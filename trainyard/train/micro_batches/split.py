@@ -47,13 +47,14 @@ def context_parallel_shard(batch: Batch, size: int, rank: int) -> Batch:
     return cast(Batch, out)
 
 
-def count_documents(batch: Batch) -> int:
-    """The number of documents that no sample exceeds, a power of two so that few graphs depend on it; 0 if there are
-    none, or if the batch is not in host memory."""
+def count_documents(batch: Batch, micro_batch: int) -> int:
+    """The number of documents that no `micro_batch` samples exceed, a power of two so that few graphs depend on it; 0
+    if there are none, or if the batch is not in host memory."""
     documents = batch.get("document_ids")
     if documents is None or type(documents) is not Tensor or not documents.is_cpu:
         return 0
-    most = int((documents[:, 1:] != documents[:, :-1]).sum(1).max()) + 1
+    counts = (documents[:, 1:] != documents[:, :-1]).sum(1) + 1
+    most = max(int(part.sum()) for part in counts.split(micro_batch))
     return 1 << (most - 1).bit_length()
 
 
