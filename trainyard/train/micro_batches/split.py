@@ -54,7 +54,7 @@ def count_documents(batch: Batch, micro_batch: int) -> int:
     if documents is None or type(documents) is not Tensor or not documents.is_cpu:
         return 0
     counts = (documents[:, 1:] != documents[:, :-1]).sum(1) + 1
-    most = max(int(part.sum()) for part in counts.split(micro_batch))
+    most = max(int(counts[first : first + micro_batch].sum()) for first in range(0, len(counts), micro_batch))
     return 1 << (most - 1).bit_length()
 
 
