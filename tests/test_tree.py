@@ -67,7 +67,7 @@ BUDGETS = {
     "prepare": 2200,
     "remote": 2900,
     "run": 3355,
-    "train": 2955,
+    "train": 2965,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
