@@ -45,12 +45,12 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 5040,
+    "cli": 5075,
     "cluster": 2200,
     "compat": 480,
     "config": 1570,
     "core": 940,
-    "dashboard": 1300,
+    "dashboard": 1350,
     "data": 4085,
     "devices": 1600,
     "evaluate": 650,
@@ -60,7 +60,7 @@ BUDGETS = {
     "inference": 2670,
     "kernels": 3100,
     "launch": 550,
-    "metrics": 1610,
+    "metrics": 1620,
     "models": 1290,
     "parallel": 1570,
     "preflight": 4220,
