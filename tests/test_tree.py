@@ -57,7 +57,7 @@ BUDGETS = {
     "families": 1410,
     "formats": 4200,
     "importers": 2170,
-    "inference": 2670,
+    "inference": 2695,
     "kernels": 3100,
     "launch": 550,
     "metrics": 1625,

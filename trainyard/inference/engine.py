@@ -121,6 +121,9 @@ class Engine:
         self.is_active = torch.zeros_like(self.lengths)
         """1 for slots that decode continues; the others compute a token that nobody reads."""
         self.sampler = Sampler(self.num_slots, vocab, device)
+        self._adapters = [0] * self.num_slots
+        self._released: list[int] = []
+        """Slots that are free, of which the device has not been told."""
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
         self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
@@ -139,8 +142,8 @@ class Engine:
     def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int], adapter: int = 0) -> None:
         """Assign a slot to a new sequence."""
         self.sampler.start(slot, options, prompt)
-        self.state.adapters[slot] = adapter
-        self.lengths[slot] = self.is_active[slot] = 0
+        if self._adapters[slot] != adapter:
+            self._adapters[slot] = self.state.adapters[slot] = adapter
 
     @torch.inference_mode()
     def allow_tokens(self, slot: int, words: Tensor) -> None:
@@ -171,6 +174,7 @@ class Engine:
     @torch.inference_mode()
     def reuse_prefix(self, source: int, target: int, length: int, source_is_free: bool) -> None:
         """Begin a sequence in `target` with the first positions of `source`, which may be the same slot."""
+        self._publish()
         for cache, first in self._caches:
             if source != target:
                 cache[target, :, :length] = cache[source, :, :length]
@@ -181,7 +185,15 @@ class Engine:
     @torch.inference_mode()
     def release(self, slot: int) -> None:
         """Free a slot."""
-        self.lengths[slot] = self.is_active[slot] = 0
+        self._released.append(slot)
+
+    def _publish(self) -> None:
+        """Tell the device which slots were freed, and the options of new sequences, before it computes with them."""
+        self.sampler.publish()
+        if self._released:
+            index = torch.tensor(self._released, device=self.device.torch_device)
+            self.lengths[index] = self.is_active[index] = 0
+            self._released.clear()
 
     @torch.inference_mode()
     def prefill(
@@ -197,6 +209,7 @@ class Engine:
         If they end the prompts (`is_last`), the slots become active; returns a function that waits for their first new
         tokens.
         """
+        self._publish()
         handle, longest = self.device.torch_device, max(map(len, rows))
         padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
         index = torch.tensor(slots, device=handle)
@@ -221,6 +234,7 @@ class Engine:
 
         `longest` is the largest number of tokens of a slot, the one to be computed excluded.
         """
+        self._publish()
         rows = min(_next_power_of_two(rows), self.num_slots)
         visible = self.max_seq_len + 1
         if not self.kernels.has_decode_attention:

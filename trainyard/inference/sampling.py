@@ -59,14 +59,19 @@ class Sampler:
         zeros = partial(torch.zeros, slots, device=device.torch_device)
         self.temperature, self.top_k = zeros(), zeros(dtype=torch.int32)
         self.top_p, self.seeds = zeros() + 1, zeros(dtype=torch.int64)
+        options = (self.temperature, self.top_k, self.top_p, self.seeds)
+        self._options = [(tensor, tensor.to("cpu", copy=True)) for tensor in options]
+        """Each with its values in host memory, which `publish` copies."""
+        self._is_published = True
         self.penalties: TokenPenalties | None = None
         self.masks: TokenMasks | None = None
 
     def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int]) -> None:
         """Assign a slot to a new sequence."""
-        self.temperature[slot], self.top_p[slot] = options.temperature, options.top_p
-        self.top_k[slot] = options.top_k
-        self.seeds[slot] = options.seed & MAX_SEED  # any integer is one
+        chosen = options.temperature, options.top_k, options.top_p, options.seed & MAX_SEED  # any integer is a seed
+        for (_, values), value in zip(self._options, chosen, strict=True):
+            values.numpy()[slot] = value
+        self._is_published = False
         if options.is_penalized and self.penalties is None:
             self.penalties = TokenPenalties(self.slots, self.vocab, self.device.torch_device)
         if self.penalties:
@@ -75,6 +80,14 @@ class Sampler:
             self.masks = TokenMasks(self.slots, self.vocab, self.device)
         if self.masks:
             self.masks.allow_all(slot)
+
+    def publish(self) -> None:
+        """Bring the options of new sequences to the device: once for many that begin together."""
+        if self._is_published:
+            return
+        for tensor, values in self._options:
+            tensor.copy_(values)
+        self._is_published = True
 
     def choose(self, logits: Tensor, index: Any, positions: Tensor, needs: StepNeeds) -> Tensor:
         """The next tokens of the slots in `index`, whose fp32 logits are given."""

@@ -76,8 +76,7 @@ class RolloutSampler:
         num_turns = [1] * len(prompts)
 
         def ask(number: int) -> None:
-            seeded = replace(options, seed=seeds[number])
-            scheduler.add(Request(number, [*completions[number].tokens], seeded))
+            scheduler.add(Request(number, [*completions[number].tokens], replace(options, seed=seeds[number])))
 
         for number in range(len(prompts)):
             ask(number)
