@@ -51,7 +51,7 @@ BUDGETS = {
     "config": 1570,
     "core": 940,
     "dashboard": 1350,
-    "data": 4105,
+    "data": 4120,
     "devices": 1600,
     "evaluate": 650,
     "families": 1410,
@@ -63,10 +63,10 @@ BUDGETS = {
     "metrics": 1625,
     "models": 1290,
     "parallel": 1570,
-    "preflight": 4220,
+    "preflight": 4230,
     "prepare": 2200,
     "remote": 2900,
-    "run": 3365,
+    "run": 3370,
     "train": 2965,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises

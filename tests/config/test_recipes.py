@@ -25,6 +25,7 @@ PARAMETERS = {
     "gpt3-6.7b-16-nodes": 6_658_404_352,
     "llama3.1-8b-dpo": 8_030_261_248,
     "llama3.1-8b-lora": 8_030_261_248,
+    "qwen3-8b-grpo": 8_190_735_360,
     "qwen3-8b-sft": 8_190_735_360,
     "llama2-7b": 6_738_415_616,
     "llama3-70b": 70_553_706_496,
@@ -52,7 +53,7 @@ def parameter_count(config: Config) -> int:
 
 
 def test_every_recipe_is_listed() -> None:
-    assert set(recipe_names()) == {*PARAMETERS, "tiny-llama", "tiny-chat", "tiny-dpo"}
+    assert set(recipe_names()) == {*PARAMETERS, "tiny-llama", "tiny-chat", "tiny-dpo", "tiny-grpo"}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -22,6 +22,7 @@ SMOKE_PREDICTIONS = 8
 SMOKE_STEPS = 8
 SMOKE_NEW_TOKENS = 16
 SMOKE_HEAD_DIM = 16
+SMOKE_REWARD = "trainyard.run.rollouts.rewards:exact"
 SMOKE_VOCAB = 320
 SMOKE_EXPERTS = 8
 SMOKE_VALIDATION_FRACTION = 0.05
@@ -96,6 +97,10 @@ def smoke_config(
         micro_batch = gcd(micro_batch, max(train["global_batch"] // dp, 1))
     shrink("train", steps=SMOKE_STEPS, micro_batch=micro_batch)
     shrink("train", global_batch=train["micro_batch"] * micro_batches * dp)
+    if data["train"]["objective"] and SOURCES.find(data["data"]["source"]).has_prompts and "rollout" not in named:
+        rewards = {} if "rollout.rewards" in named else {"rewards": [SMOKE_REWARD], "weights": [], "tool": None}
+        shrink("rollout", **rewards, completions=2, max_new_tokens=SMOKE_NEW_TOKENS)
+        shrink("train", global_batch=2 * train["global_batch"])
     shrink("schedule", warmup_steps=min(config.schedule.warmup_steps, 2, train["steps"]), decay_steps=None)
     half = max(train["steps"] // 2, 1)
     if data["evaluate"]["every"]:

@@ -106,12 +106,16 @@ def _is_linear_weight(spec: ParamSpec) -> bool:
     return is_matrix and spec.name.endswith(".weight")  # not those of adapters, which are small
 
 
+def cache_bytes(config: ModelConfig, tp: int, slots: int, max_seq_len: int, itemsize: int) -> int:
+    """Bytes of the keys and values that an engine keeps on each rank."""
+    tokens, heads = slots * (max_seq_len + 1), max(config.num_kv_heads // tp, 1)
+    return 2 * config.layers * tokens * heads * config.head_size * itemsize
+
+
 def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:
     """Raise UserError if weights and cache cannot fit."""
     available = device.memory_per_rank(tp)
-    tokens, heads = shape.slots * (shape.max_seq_len + 1), max(config.num_kv_heads // tp, 1)
-    cache = 2 * config.layers * tokens * heads * config.head_size * shape.dtype.itemsize
-    weights = 0
+    cache, weights = cache_bytes(config, tp, shape.slots, shape.max_seq_len, shape.dtype.itemsize), 0
     if not shares_parameters:
         blueprint = blueprint_of(config)
         weights = blueprint.parameter_count() * shape.dtype.itemsize // tp

@@ -72,5 +72,12 @@ def conversation_lines(count: int, pairs: bool = False) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
+def prompt_lines() -> bytes:
+    """All numbers of three digits, in an order of their own, to be written with their digits sorted."""
+    numbers = random.Random(0).sample(range(1000), 1000)
+    records = ({"prompt": f"{number:03}>", "answer": "".join(sorted(f"{number:03}"))} for number in numbers)
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
 def _other_answer(answer: dict[str, str], seed: int) -> dict[str, str]:
     return next(other for n in range(1, 100) if (other := make_conversation(seed + n * 1000)[-1]) != answer)

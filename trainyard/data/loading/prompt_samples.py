@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats.conversations import Conversation, read_conversation
-from trainyard.data.formats.documents import describe_place, read_records, record_slices
+from trainyard.data.formats.documents import InputSlice, describe_place, read_records, record_slices
 from trainyard.data.loading.conversation_samples import chat_spec
 from trainyard.data.loading.data_files import match_files
 from trainyard.data.loading.dataset import Indices
+from trainyard.data.loading.demo_corpus import prompt_lines
 from trainyard.data.loading.text_stream import check_vocab_size, tokenizer_spec
 from trainyard.data.samples import Sample
 from trainyard.data.text.chat_encoder import RENDERED_AT, ChatEncoder, chat_encoder
@@ -24,6 +26,7 @@ from trainyard.families import ModelConfig
 from trainyard.remote.chunks.remote_path import RemoteFiles
 
 logger = logging.getLogger(__name__)
+BUILT_IN = Path("built-in prompts")
 Prompt = str | list[dict[str, Any]]
 """Text without a template, or messages."""
 
@@ -59,11 +62,18 @@ class PromptSamples:
 def open_prompts(
     data: DataSection, paths: Sequence[str], remote: RemoteFiles | None, model: ModelConfig, room: int
 ) -> PromptSamples:
-    """The prompts of files, of which none has more than `room` tokens."""
+    """The prompts of files, of which none has more than `room` tokens; without `paths`, built-in ones."""
     check_vocab_size(load_tokenizer(tokenizer_spec(data, model.new_tokens)), model.vocab)
     records: list[dict[str, Any]] = []
     places: list[str] = []
-    for piece in record_slices(match_files(paths, directories=True, remote=remote)):
+    if paths:
+        slices = [*record_slices(match_files(paths, directories=True, remote=remote))]
+    elif data.tokenizer == "bytes":
+        lines = prompt_lines()
+        slices = [InputSlice(BUILT_IN, "lines", 0, len(lines), lines)]
+    else:
+        raise UserError("data.paths: missing; set it to prompts (or data.tokenizer=bytes for the built-in prompts)")
+    for piece in slices:
         for place, record in read_records(piece):
             try:
                 if isinstance(record, str):

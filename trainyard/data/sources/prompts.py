@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PromptSource(ChatSource):
-    has_prompts = needs_paths = True
+    has_prompts = True
     losses = ("prompts",)
     inspector = ""
 

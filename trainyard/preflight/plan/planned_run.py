@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from math import ceil
 
 from trainyard.config.optimizer_schema import OptimizerSection
+from trainyard.config.registries import OBJECTIVES
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.user_code import is_user_path
 from trainyard.devices.kind import DeviceKind
+from trainyard.inference.build_engine import cache_bytes
 from trainyard.models import family_of
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout
@@ -41,6 +43,8 @@ class PlannedRun:
         self.fused_wgrad = fuses_wgrad(layout, config.precision, self.fused_kernels, config.compile.enabled)
         self.packed_batch = packs_batches(config.model, layout, self.fused_kernels)
         """Padding is removed from samples."""
+        self.rollout_cache = _rollout_cache(config, layout)
+        """Bytes of the keys and values of the completions that a rank writes at a time."""
         samples, seq_len = config.train.micro_batch, config.data.seq_len // layout.cp
         self.tokens = samples * seq_len
         """Tokens of a micro batch on one context-parallel rank, with padding."""
@@ -88,3 +92,11 @@ def _planned_rule(optimizer: OptimizerSection) -> UpdateRule:
     """The update rule that a plan counts: AdamW in the place of the user's, whose code a plan does not import."""
     user_rule = is_user_path(optimizer.kind)
     return load_update_rule(optimizer.model_copy(update={"kind": "adamw"}) if user_rule else optimizer)
+
+
+def _rollout_cache(config: Config, layout: Layout) -> int:
+    name, itemsize = config.train.objective, DTYPE_BYTES[config.precision.compute_dtype]
+    if not name or is_user_path(name) or OBJECTIVES.find(name).samples != "prompts":
+        return 0
+    slots = min(ceil(config.train.global_batch * config.rollout.updates / layout.dp), config.rollout.max_batch)
+    return cache_bytes(config.model, layout.tp, slots, config.data.seq_len, itemsize)

@@ -40,6 +40,17 @@ class RewardFunctions:
         return sum(known) if known else math.nan
 
 
+def exact(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """1 for the answer of the record, 0 for anything else."""
+    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def matching(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """The share of the answer's characters that the completion has at their place."""
+    pairs = zip(completions, answer, strict=True)
+    return [sum(map(str.__eq__, text, right)) / max(len(right), 1) for text, right in pairs]
+
+
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
 """Keys of records that are given under another name, or not at all."""
 

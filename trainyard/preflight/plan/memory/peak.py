@@ -27,7 +27,7 @@ def estimate_memory(run: PlannedRun, pp: int) -> RankMemory:
     stages = run.layout.stages_on(pp)
     state = OptimizerMemory(run, stages)
     passes = [pass_memory(run, stage) for stage in stages]
-    buffers = _batch_and_receive_bytes(run, stages) + run.device.workspace_bytes
+    buffers = _batch_and_receive_bytes(run, stages) + run.device.workspace_bytes + run.rollout_cache
     candidates = (
         *_schedule_peaks(run, pp, passes, state),
         *state.gradient_exchange([memory.live_after_layer for memory in passes]),
