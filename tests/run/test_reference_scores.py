@@ -53,6 +53,19 @@ def test_a_run_begins_at_the_reference_and_reports_rewards(tmp_path: Path) -> No
     assert len(scores.keys) == len(PAIRS)
 
 
+def test_without_a_reference_dpo_compares_log_probabilities(tmp_path: Path) -> None:
+    """With one pair in a batch, the loss follows from the metrics."""
+    one = {"global_batch": 1, "micro_batch": 1}
+    config = configure(tmp_path, train=one, preference={"reference_free": True, "beta": 0.3})
+    directory = Trainer(config).run().directory
+    first = json.loads((directory / "metrics.jsonl").read_text().splitlines()[0])
+    margin = 0.3 * (first["log_probs/chosen"] - first["log_probs/rejected"])
+    assert first["loss"] == pytest.approx(math.log1p(math.exp(-margin)), rel=1e-5)
+    assert first["rewards/margin"] == pytest.approx(margin, rel=1e-5)
+    assert abs(margin) > 1e-3
+    assert not (directory / REFERENCE_FILE).exists()
+
+
 def test_another_run_finds_the_scores_of_its_pairs(tmp_path: Path) -> None:
     """In whatever order they are, and at another micro batch. The first loss shows that they come from the cache."""
     Trainer(configure(tmp_path)).run()

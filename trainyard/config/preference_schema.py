@@ -23,6 +23,9 @@ class PreferenceSection(Section):
     Default: sigmoid."""
     label_smoothing: float | None = Field(None, ge=0, lt=0.5)
     """dpo, cpo, simpo: probability that the rejected answer is the better one. Default: 0."""
+    reference_free: bool | None = None
+    """dpo: compare log-probabilities as they are, as if the reference found all answers equally likely. Default:
+    false."""
     margin: float | None = Field(None, ge=0)
     """simpo: by how much the reward of the chosen answer shall be larger (gamma). Default: 1."""
     likelihood_weight: float | None = Field(None, ge=0)

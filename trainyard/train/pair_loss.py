@@ -44,7 +44,7 @@ class PairLoss(Loss):
     )
     trains_likelihood: ClassVar[bool] = False
     """It has a second term, `likelihood`: the cross entropy of the chosen answers, by `likelihood_weight`."""
-    needs_reference: ClassVar[bool] = False
+    needs_reference: bool = False
     """It compares with the log-probabilities of a reference, which batches have."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Values of preference.variant."""
