@@ -1,14 +1,15 @@
 """Objectives on pairs train the same model at every layout, packed or not: the mean over the pairs of the global
-batch."""
+batch. A run resumes at another layout with the losses, and the scores of the reference, that it had."""
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.test_layouts import JOB
-from tests.distributed.test_packed_documents import LAYOUTS
+from tests.distributed.test_packed_documents import LAYOUTS as DENSE_LAYOUTS
 from tests.support import configs
 from tests.support.pool import Pool
 from trainyard.config.schema import Config
@@ -17,21 +18,34 @@ from trainyard.preflight.verify import VerifyRecord, compare_records, record_tra
 from trainyard.run.trainer import Trainer
 from trainyard.train.reference_scores import stand_in_scores
 
-PAIRS, SEQ_LEN = 16, 128
+PAIRS, SEQ_LEN, STEPS, SAVED_STEP = 16, 128, 3, 1
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {**DENSE_LAYOUTS, "dp2-zero2": (2, {"zero": 2})}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "ep2": (2, {"ep": 2}),
+    "ep2-zero1": (4, {"ep": 2, "zero": 1}),
+    "ep2-tp2-zero3": (4, {"ep": 2, "tp": 2, "zero": 3}),
+}
+"""Of a mixture of experts."""
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"preference": {"variant": "ipo"}},
     "simpo": {},
     "cpo": {},
     "orpo": {"preference": {"beta": 2.0}},
     "dpo-lora": {"lora": {"rank": 3, "dora": True, "train": ["norms"]}},
+    "dpo-experts": {"model": configs.MOE},
 }
 """Sections by a name that begins with the objective's."""
 FAST = {("dpo", "single"), ("orpo", "cp2-ring"), ("cpo", "tp2-sp"), ("dpo", "pp2"), ("simpo", "dp2-zero1")}
+FAST |= {("dpo-experts", "ep2")}
 CASES = [
     pytest.param(objective, layout, marks=[] if (objective, layout) in FAST else [pytest.mark.nightly])
     for objective in OBJECTIVES
-    for layout in LAYOUTS
+    for layout in (EXPERT_LAYOUTS if "experts" in objective else LAYOUTS)
 ]
+RESUMES = [("dpo", "dp2-zero1", "tp2"), ("dpo", "dp2-zero1", "dp2-zero1")]
+DEEP_RESUMES = [("orpo", "pp2", "cp2-ring"), ("simpo", "dp2-zero2", "single"), ("dpo-lora", "tp2-sp", "dp2-zero3")]
 
 
 @pytest.fixture(scope="module")
@@ -48,31 +62,32 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def configure(file: str, objective: str, layout: str, packing: bool) -> Config:
+def configure(file: str, objective: str, layout: str, packing: bool = False, **others: Any) -> Config:
     train: dict[str, Any] = {"micro_batch": 1 if packing else 2, "objective": objective.partition("-")[0]}
+    sections = {"model": configs.LLAMA, **OBJECTIVES[objective], **others}
 
     def config(samples: int) -> Config:
         return configs.tiny_config(
-            {**configs.LLAMA, "layers": 2, "max_positions": SEQ_LEN // 2},
+            {**sections["model"], "layers": 2, "max_positions": SEQ_LEN // 2},
             data={"source": "preference", "paths": file, "seq_len": SEQ_LEN, "packing": packing, "tokenizer": "bytes"},
-            train={"global_batch": samples, **train},
-            **OBJECTIVES[objective],
+            train={"global_batch": samples, **train, **sections.get("train", {})},
+            **{key: value for key, value in sections.items() if key not in ("model", "train")},
             optimizer={"lr": 1e-3, "eps": 1e-3},
-            layout=LAYOUTS[layout][1],
+            layout=ALL_LAYOUTS[layout][1],
         )
 
     return config(len(build_datasets(config(2)).train)) if packing else config(PAIRS)
 
 
 def train(pool: Pool, config: Config, layout: str) -> VerifyRecord:
-    record: VerifyRecord = pool.run(JOB, (config, 1, ""), LAYOUTS[layout][0])[0]
+    record: VerifyRecord = pool.run(JOB, (config, 1, ""), ALL_LAYOUTS[layout][0])[0]
     return record
 
 
 @pytest.fixture(scope="module")
 def padded(pool: Pool, file: str) -> dict[str, VerifyRecord]:
     """One step on one rank, by objective."""
-    return {name: train(pool, configure(file, name, "single", False), "single") for name in OBJECTIVES}
+    return {name: train(pool, configure(file, name, "single"), "single") for name in OBJECTIVES}
 
 
 def differences(record: VerifyRecord, reference: VerifyRecord) -> dict[str, float]:
@@ -84,7 +99,7 @@ def differences(record: VerifyRecord, reference: VerifyRecord) -> dict[str, floa
 def test_layout_equals_one_rank(
     pool: Pool, padded: dict[str, VerifyRecord], file: str, objective: str, layout: str
 ) -> None:
-    found = differences(train(pool, configure(file, objective, layout, False), layout), padded[objective])
+    found = differences(train(pool, configure(file, objective, layout), layout), padded[objective])
     assert max(found["loss"], found["gradients"], found["gradient norm"]) < 2e-6, found
 
 
@@ -103,5 +118,29 @@ def test_scores_of_other_pairs_are_found(padded: dict[str, VerifyRecord], file: 
             "reference_scores": stand_in_scores(batch)["reference_scores"].roll(1, 0),
         }
 
-    record = record_training(configure(file, "dpo", "single", False), 1, planted)
+    record = record_training(configure(file, "dpo", "single"), 1, planted)
     assert differences(record, padded["dpo"])["gradients"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("objective", "before", "after"),
+    [*RESUMES, *(pytest.param(*each, marks=pytest.mark.nightly) for each in DEEP_RESUMES)],
+)
+def test_resume_at_another_layout(
+    pool: Pool, file: str, tmp_path: Path, objective: str, before: str, after: str
+) -> None:
+    """The scores of the reference are those of the run that is resumed, whatever layout computed them."""
+
+    def run(layout: str, directory: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        sections = {"train": {"steps": STEPS, "global_batch": 4}, "log": {"directory": str(directory)}}
+        config = configure(file, objective, layout, checkpoint=checkpoint, **sections)
+        (result, *_) = pool.run("tests.distributed.rank_jobs:run", (config,), LAYOUTS[layout][0])
+        return dict(result)
+
+    whole = run(before, tmp_path / "whole", {"every": SAVED_STEP})
+    saved = Path(whole["directory"]) / "checkpoints" / f"step_{SAVED_STEP:08d}"
+    resumed = run(after, tmp_path / "resumed", {"resume": str(saved)})
+    if before == after:
+        assert resumed["losses"] == whole["losses"][SAVED_STEP:]  # bit for bit
+    else:
+        assert resumed["losses"] == pytest.approx(whole["losses"][SAVED_STEP:], rel=2e-6)
