@@ -33,12 +33,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "simpo": {},
     "cpo": {},
     "orpo": {"preference": {"beta": 2.0}},
+    "reward": {"preference": {"center_weight": 0.1}},
     "dpo-lora": {"lora": {"rank": 3, "dora": True, "train": ["norms"]}},
     "dpo-experts": {"model": configs.MOE},
 }
 """Sections by a name that begins with the objective's."""
 FAST = {("dpo", "single"), ("orpo", "cp2-ring"), ("cpo", "tp2-sp"), ("dpo", "pp2"), ("simpo", "dp2-zero1")}
-FAST |= {("dpo-experts", "ep2")}
+FAST |= {("dpo-experts", "ep2"), ("reward", "tp2-sp"), ("reward", "cp2-ring")}
 CASES = [
     pytest.param(objective, layout, marks=[] if (objective, layout) in FAST else [pytest.mark.nightly])
     for objective in OBJECTIVES
@@ -57,7 +58,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         return "".join(draw.choices("abcdefgh ", k=draw.randrange(1, most)))
 
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    records = [{"prompt": text(12), "chosen": text(20) + "y", "rejected": text(20) + "n"} for _ in range(PAIRS)]
+    texts = ({"prompt": text(12), "chosen": text(20) + "y", "rejected": text(20) + "n"} for _ in range(PAIRS))
+    records = [{**each, "margin": index % 3} for index, each in enumerate(texts)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
@@ -92,7 +94,7 @@ def padded(pool: Pool, file: str) -> dict[str, VerifyRecord]:
 
 def differences(record: VerifyRecord, reference: VerifyRecord) -> dict[str, float]:
     findings = compare_records(record, reference, "fp32")
-    return {finding.quantity: finding.max_difference for finding in findings if finding.quantity != "batches"}
+    return {finding.quantity: finding.max_difference for finding in findings}
 
 
 @pytest.mark.parametrize(("objective", "layout"), CASES)
@@ -101,6 +103,7 @@ def test_layout_equals_one_rank(
 ) -> None:
     found = differences(train(pool, configure(file, objective, layout), layout), padded[objective])
     assert max(found["loss"], found["gradients"], found["gradient norm"]) < 2e-6, found
+    assert found["batches"] == 0
 
 
 @pytest.mark.parametrize("objective", ["dpo", pytest.param("orpo", marks=pytest.mark.nightly)])

@@ -11,7 +11,7 @@ from trainyard.families import family_of
 
 
 class PreferenceSection(Section):
-    """How answers are compared (train.objective=dpo, simpo, cpo or orpo). Defaults depend on the objective."""
+    """How answers are compared (train.objective=dpo, simpo, cpo, orpo or reward). Defaults depend on the objective."""
 
     beta: float | None = Field(None, gt=0)
     """Scale of rewards: how far the model may move from the reference, or how much the odds ratio counts. Default: 0.1;
@@ -28,8 +28,21 @@ class PreferenceSection(Section):
     false."""
     margin: float | None = Field(None, ge=0)
     """simpo: by how much the reward of the chosen answer shall be larger (gamma). Default: 1."""
+    center_weight: float | None = Field(None, ge=0)
+    """reward: weight of the square of the sum of both scores, which keeps their mean near 0; 0.01 is usual. Default:
+    0."""
     likelihood_weight: float | None = Field(None, ge=0)
     """cpo and orpo: weight of the cross entropy of the chosen answers. Default: 1."""
+
+
+def objective_of(config: Any) -> Any:
+    """The class that train.objective names, a subclass of PairLoss; None without one."""
+    return OBJECTIVES.find(config.train.objective) if config.train.objective else None
+
+
+def scores_ends(config: Any) -> bool:
+    """True if the run trains a reward model."""
+    return bool(config.train.objective and objective_of(config).scores_ends)
 
 
 def check_objective(config: Any) -> None:
@@ -43,6 +56,13 @@ def check_objective(config: Any) -> None:
         raise ValueError(f"data.source={data.source}: train.objective={name} needs pairs; nearest: preference")
     if not name and data.has_flag("has_pairs"):
         raise ValueError(f"train.objective: missing; data.source={data.source} has pairs; nearest: dpo")
+    is_scored = bool(name and not is_user_path(name) and scores_ends(config))
+    if config.model.score_head and not (is_scored or is_user_path(name or "")):
+        raise ValueError(f"train.objective={name}: model.score_head=true is a reward model; nearest: reward")
+    if is_scored and not config.model.score_head:
+        raise ValueError(f"model.score_head=false: train.objective={name} trains scores; nearest: true")
+    if config.model.score_head and config.samples.every:
+        raise ValueError(f"samples.every={config.samples.every}: a reward model writes no text; nearest: 0")
     given = config.preference.model_dump(exclude_none=True)
     if given and not name:
         raise ValueError("preference: train.objective is not set; nearest: dpo")

@@ -36,6 +36,8 @@ class Batch(TypedDict, total=False):
     pair_keys: Tensor
     """[B, 2 P] pairs of answers: two words for each of at most P pairs of a sample, which name it by its tokens; 0: no
     pair. Its chosen answer is an even document, and the rejected one the next."""
+    margins: Tensor
+    """[B, P] fp32: by how much a record wants the reward of the chosen answer to be larger."""
     reference_scores: Tensor
     """[B, 2 P] fp32: log-probability that the reference gives each answer."""
     cu_seqlens: Tensor

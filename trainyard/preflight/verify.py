@@ -171,7 +171,7 @@ def _join_context_shards(shards: list[Tensors], name: str) -> Tensor:
     """One field of a batch from its context-parallel shards, in sequence order."""
     cp, is_masked_lm = len(shards), "masked_positions" in shards[0]
     parts = [shard[name] for shard in shards]
-    if cp == 1 or name == "sample_ids":
+    if cp == 1 or name in ("sample_ids", "pair_keys", "margins"):
         return parts[0]
     if name in TOKEN_FIELDS or not is_masked_lm:
         return to_natural_order(torch.stack(parts), 1)

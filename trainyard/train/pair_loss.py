@@ -31,6 +31,8 @@ class PairScores(NamedTuple):
     reference_chosen: "Tensor"
     """What the reference gave; zeros without one."""
     reference_rejected: "Tensor"
+    margins: "Tensor | float" = 0.0
+    """By how much the record wants the reward of the chosen answer to be larger."""
 
 
 class PairLoss(Loss):
@@ -44,6 +46,8 @@ class PairLoss(Loss):
     )
     trains_likelihood: ClassVar[bool] = False
     """It has a second term, `likelihood`: the cross entropy of the chosen answers, by `likelihood_weight`."""
+    scores_ends: ClassVar[bool] = False
+    """The model is a reward model: labels, and margins of records, are at the last token of each answer."""
     needs_reference: bool = False
     """It compares with the log-probabilities of a reference, which batches have."""
     variants: ClassVar[tuple[str, ...]] = ()
@@ -96,15 +100,15 @@ class PairLoss(Loss):
             "log_probs/chosen": scores.chosen.detach(),
             "log_probs/rejected": scores.rejected.detach(),
         }
-        terms = {name: (value.where(real, 0.0).sum(), count) for name, value in values.items()}
+        names = ("pair", *self.metric_names)
+        terms = {name: (values[name].where(real, 0.0).sum(), count) for name in names}
         if self.trains_likelihood:
             likelihood = -scores.chosen.where(real, 0.0).sum()
             terms["likelihood"] = (self.options["likelihood_weight"] * likelihood, *others)
         return terms
 
     def scores(self, output: "ModelOutput", batch: "Batch") -> PairScores:
-        losses = self.head_loss(output, batch["labels"], per_token=True)
-        sums = answer_sums(losses, output, batch)
+        sums = answer_sums(self.token_losses(output, batch), output, batch)
         reference = batch.get("reference_scores")
         if reference is None and self.needs_reference:
             raise UserError("the objective compares with a reference, whose scores the batch does not have")
@@ -116,7 +120,12 @@ class PairLoss(Loss):
             rejected,
             *tokens.view(len(sums), -1, 2).unbind(-1),
             *reference.view(len(sums), -1, 2).unbind(-1),
+            batch.get("margins", 0.0),
         )
+
+    def token_losses(self, output: "ModelOutput", batch: "Batch") -> "Tensor":
+        """[B, T] what a label adds to the loss of its answer."""
+        return self.head_loss(output, batch["labels"], per_token=True)
 
 
 def answer_sums(losses: "Tensor", output: "ModelOutput", batch: "Batch") -> "Tensor":

@@ -1,6 +1,7 @@
 """Records of preference data sets: a prompt with a chosen and a rejected answer, as text or messages."""
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any, NamedTuple
 
 from trainyard.core.errors import UserError
@@ -12,6 +13,8 @@ class Preference(NamedTuple):
     chosen: Conversation
     """The prompt and the better answer, which alone is trained."""
     rejected: Conversation
+    margin: float = 0.0
+    """By how much the record wants the reward of the chosen answer to be larger."""
 
 
 def read_preference(record: Mapping[str, Any]) -> Preference:
@@ -19,9 +22,9 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     if missing := [key for key in ("chosen", "rejected") if record.get(key) is None]:
         found = ", ".join(map(str, record))
         raise UserError(f"no pair of answers: expected chosen and rejected; found {found} (no {missing[0]})")
-    prompt = record.get("prompt")
+    prompt, margin = record.get("prompt"), _margin(record.get("margin"))
     if isinstance(record["chosen"], str) and isinstance(record["rejected"], str) and isinstance(prompt, str | None):
-        return Preference(*(Conversation([], prompt=prompt or "", completion=record[key]) for key in KEYS))
+        return Preference(*(Conversation([], prompt=prompt or "", completion=record[key]) for key in KEYS), margin)
     before = _messages(record.get("conversations") or prompt, "user")
     answers = [_messages(record[key], "assistant") for key in KEYS]
     common = _common(*answers) if answers[0] and answers[0][0].get("role") != "assistant" else 0
@@ -29,10 +32,16 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
         before, answers = answers[0][:common], [answer[common:] for answer in answers]
     if not before:
         raise UserError("no prompt: expected prompt, or conversations that begin alike in chosen and rejected")
-    return Preference(*(_conversation(before, answer, record) for answer in answers))
+    return Preference(*(_conversation(before, answer, record) for answer in answers), margin)
 
 
 KEYS = ("chosen", "rejected")
+
+
+def _margin(value: Any) -> float:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
+        raise UserError(f"margin is {describe_object(value)}; expected a number")
+    return float(value or 0.0)
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles, RemotePat
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = "2"
+CACHE_VERSION = "3"
 """Changes with the rules by which records become tokens."""
 LOG_INTERVAL_S = 2.0
 BYTES_PER_WORKER = 4 << 20
@@ -59,6 +59,7 @@ class EncodedConversations(NamedTuple):
     lengths: NDArray[np.int64]
     places: NDArray[np.int64]
     splits: NDArray[np.int64]
+    values: NDArray[np.float32]
     end_ids: frozenset[int]
     problems: list[tuple[int, str]]
 
@@ -74,6 +75,7 @@ class ConversationSamples:
         self._bounds: NDArray[np.int64] = np.load(directory / "bounds.npy")
         self._places: NDArray[np.int64] = np.load(directory / "places.npy")
         self._splits: NDArray[np.int64] = np.load(directory / "splits.npy")
+        self._values: NDArray[np.float32] = np.load(directory / "values.npy")
         self._tokens = np.asarray(np.memmap(directory / "tokens.bin", np.int32, "r"))
         self._trained = np.asarray(np.memmap(directory / "trained.bin", np.bool_, "r"))
         lengths = np.diff(self._bounds)
@@ -95,6 +97,10 @@ class ConversationSamples:
     def split(self, index: int) -> int:
         """Where the rejected answer of a pair begins with its prompt; 0: the document is one conversation."""
         return int(self._splits[self._kept[index]])
+
+    def value(self, index: int) -> float:
+        """What its record says of a pair: its margin."""
+        return float(self._values[self._kept[index]])
 
     def longest_answer(self) -> int:
         """Tokens of the longest answer of a pair with its prompt."""
@@ -222,7 +228,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
     if any(isinstance(each.path, RemotePath) for each in slices):
         workers = 1  # the cache of remote files is that of this process
     logged, lengths, places = start, [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
-    splits = [np.zeros(0, np.int64)]
+    splits, values = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
     problems: list[Problem] = []
     end_ids: set[int] = set()
     with atomic_directory(directory) as temporary:
@@ -234,6 +240,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
                 lengths.append(encoded.lengths)
                 places.append(np.stack((np.full_like(encoded.places, index), encoded.places), axis=1))
                 splits.append(encoded.splits)
+                values.append(encoded.values)
                 end_ids |= encoded.end_ids
                 problems += [Problem(index, place, reason) for place, reason in encoded.problems]
                 done, now = done + slices[index].input_bytes, time.monotonic()
@@ -249,6 +256,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
         np.save(temporary / "bounds.npy", np.concatenate(([0], np.cumsum(np.concatenate(lengths)))))
         np.save(temporary / "places.npy", np.concatenate(places))
         np.save(temporary / "splits.npy", np.concatenate(splits))
+        np.save(temporary / "values.npy", np.concatenate(values))
         (temporary / "info.json").write_text(json.dumps({"end_ids": sorted(end_ids)}))
 
 
@@ -257,6 +265,7 @@ def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedConversation
     tokens, trained = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
     places: list[int] = []
     splits: list[int] = []
+    values: list[float] = []
     problems: list[tuple[int, str]] = []
     end_ids: frozenset[int] = frozenset()
     for place, record in read_records(input_slice):
@@ -272,10 +281,11 @@ def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedConversation
         trained.append(encoded.trained)
         places.append(place)
         splits.append(encoded.split)
+        values.append(encoded.value)
         end_ids |= encoded.end_ids
     lengths = np.array([len(each) for each in tokens[1:]], np.int64)
     joined = np.concatenate(tokens), np.concatenate(trained)
-    where = np.array(places, np.int64), np.array(splits, np.int64)
+    where = np.array(places, np.int64), np.array(splits, np.int64), np.array(values, np.float32)
     return EncodedConversations(*joined, lengths, *where, end_ids, problems)
 
 

@@ -38,6 +38,9 @@ class Pairs(Documents, Protocol):
     def split(self, index: int) -> int:
         """Where the second begins."""
 
+    def value(self, index: int) -> float:
+        """By how much the reward of the chosen answer shall be larger."""
+
 
 def document_samples(documents: Documents, data: DataSection, pad_token: int) -> Dataset:
     """The samples that a source of documents has."""
@@ -110,9 +113,10 @@ class PackedSamples(PaddedSamples):
 class PairSamples(PackedSamples):
     """Pairs of answers, which see only their prompts: one pair per sample, or as many as fit."""
 
-    def __init__(self, pairs: Pairs, seq_len: int, pad_token: int, packing: bool) -> None:
+    def __init__(self, pairs: Pairs, seq_len: int, pad_token: int, packing: bool, ends: bool = False) -> None:
+        """`ends`: labels are at the last token of each answer, for a score, and samples have margins."""
         super().__init__(pairs, seq_len, pad_token)
-        self.pairs = pairs
+        self.pairs, self.ends = pairs, ends
         if not packing:
             self.order, self.bounds = np.arange(len(pairs.lengths)), np.arange(len(pairs.lengths) + 1)
             self.lengths = pairs.lengths
@@ -123,13 +127,18 @@ class PairSamples(PackedSamples):
         rows = [self.documents_of(index) for index in indices.tolist()]
         tokens, labels, starts = self._place(rows)
         keys = np.zeros((len(rows), 2 * self.most), np.int32)
+        margins = np.zeros((len(rows), self.most), np.float32)
+        is_end = np.zeros(tokens.shape, np.bool_)
         for row, pairs in enumerate(rows):
             start = 0
             for place, index in enumerate(pairs):
-                starts[row, start + self.pairs.split(index)] = True
+                second, end = start + self.pairs.split(index), start + int(self.pairs.lengths[index])
+                starts[row, second] = is_end[row, second - 1] = is_end[row, end - 1] = True
                 keys[row, 2 * place : 2 * place + 2] = self._key(index)
-                start += int(self.pairs.lengths[index])
-        return {"tokens": tokens, "labels": labels, **document_ids(starts), "pair_keys": keys}
+                margins[row, place] = self.pairs.value(index)
+                start = end
+        sample = {"tokens": tokens, "labels": labels, **document_ids(starts), "pair_keys": keys}
+        return sample | at_ends(is_end, margins) if self.ends else sample
 
     def _key(self, index: int) -> NDArray[np.int32]:
         """Two words that depend on all that decides about the scores of a pair, except for the model: its tokens, and
@@ -138,6 +147,11 @@ class PairSamples(PackedSamples):
         split = str(self.pairs.split(index)).encode()
         digest = hashlib.blake2b(tokens.tobytes() + trained.tobytes(), key=split, digest_size=8).digest()
         return np.frombuffer(digest, np.int32)
+
+
+def at_ends(is_end: NDArray[np.bool_], margins: NDArray[np.float32]) -> Sample:
+    """The fields of pairs whose scores are those of the last tokens of answers."""
+    return {"labels": np.where(is_end, 0, IGNORE_INDEX).astype(np.int32), "margins": margins}
 
 
 def pack(lengths: NDArray[np.int32], seq_len: int) -> tuple[Indices, Indices]:

@@ -21,6 +21,7 @@ class PreferenceSource(ChatSource):
     def open(
         self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
     ) -> "tuple[Dataset, Dataset | None]":
+        from trainyard.config.preference_schema import scores_ends
         from trainyard.data.loading.packing import PairSamples
 
         data, most = config.data, config.model.max_positions
@@ -30,7 +31,7 @@ class PreferenceSource(ChatSource):
                 f"data.paths: an answer has {longest} tokens with its prompt, but model.max_positions={most}; "
                 f"nearest: {longest}"
             )
-        return PairSamples(pairs, data.seq_len, PAD_TOKEN, data.packing), None
+        return PairSamples(pairs, data.seq_len, PAD_TOKEN, data.packing, scores_ends(config)), None
 
     def recognizes(self, path: "Path") -> bool:
         return False

@@ -19,11 +19,13 @@ class SyntheticSource(DataSource):
     def open(
         self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
     ) -> "tuple[Dataset, Dataset | None]":
+        from trainyard.config.preference_schema import scores_ends
         from trainyard.data.loading.synthetic import SyntheticPairs, SyntheticSentencePairs, SyntheticTokens
         from trainyard.families import family_of
 
         if config.train.objective:
-            return SyntheticPairs(config.data, config.model.vocab, config.train.seed), None
+            arguments = config.data, config.model.vocab, config.train.seed, scores_ends(config)
+            return SyntheticPairs(*arguments), None
         samples = SyntheticTokens if family_of(config.model).is_causal else SyntheticSentencePairs
         return samples(config.data, config.model.vocab, config.train.seed), None
 

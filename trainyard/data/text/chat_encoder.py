@@ -42,6 +42,8 @@ class EncodedConversation(NamedTuple):
     """The tokens that end its trained answers."""
     split: int = 0
     """Where the second conversation of a pair begins."""
+    value: float = 0.0
+    """What the record says of a pair, its margin."""
 
 
 class ChatEncoder:
@@ -78,13 +80,14 @@ class ChatEncoder:
         """Raises UserError with the reason if the record cannot be trained on."""
         if not self.spec.pairs:
             return self.encode(read_conversation(record, self.spec.format))
-        chosen, rejected = map(self.encode, read_preference(record))
+        pair = read_preference(record)
+        chosen, rejected = self.encode(pair.chosen), self.encode(pair.rejected)
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise UserError("chosen and rejected are the same")
         tokens = np.concatenate((chosen.tokens, rejected.tokens))
         trained = np.concatenate((chosen.trained, rejected.trained))
         trained[len(chosen.tokens)] = False  # the first token of an answer without a prompt follows nothing
-        return EncodedConversation(tokens, trained, chosen.end_ids, len(chosen.tokens))
+        return EncodedConversation(tokens, trained, chosen.end_ids, len(chosen.tokens), pair.margin)
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
         """Raises UserError with the reason if the conversation cannot be trained on."""
