@@ -56,6 +56,11 @@ PAIRS = [
     }
     for each, other in zip(MESSAGES, TALKS[1:] + TALKS[:1], strict=True)
 ]
+ANSWERS = [
+    {"prompt": pair["prompt"], "completion": pair[("chosen", "rejected")[index % 2]], "label": index % 2 == 0}
+    for index, pair in enumerate([*PAIRS, *PAIRS[1:]])
+]
+TEXT_ANSWERS = [{**each, "label": index % 3 > 0} for index, each in enumerate(TEXTS)]
 MARGINS = [{**pair, "margin": 0.25 * index} for index, pair in enumerate(PAIRS)]
 SEQ_LEN = 144
 DPO_VARIANTS = {
@@ -105,6 +110,20 @@ CASES: dict[str, dict[str, Any]] = {
             "preference": {"center_weight": weight},
         }
         for name, records, weight in (("reward", PAIRS, 0.0), ("reward, margins, centered", MARGINS, 0.1))
+    },
+    **{
+        f"KTO, {name}": {
+            "records": records,
+            "trainer": ("trl", "KTO"),
+            "options": {"loss_type": variant, "beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8},
+            "objective": "kto",
+            "preference": {"variant": variant, "beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8},
+        }
+        for name, variant, records in (
+            ("kto", "kto", ANSWERS),
+            ("apo_zero_unpaired", "apo_zero_unpaired", ANSWERS),
+            ("texts", "kto", TEXT_ANSWERS),
+        )
     },
     "SimPO": {
         "records": PAIRS,
@@ -222,7 +241,8 @@ def run_trl(work: Path) -> None:
                 micro_losses.append(float(loss))
                 return loss
 
-        records, micro_batch = case["records"], case.get("micro_batch", 2 if "packing" in case else len(TALKS))
+        records = case["records"]
+        micro_batch = case.get("micro_batch", 2 if "packing" in case else len(records))
         of_sft = {"packing": "packing" in case, "assistant_only_loss": "assistant" in case} if kind == "SFT" else {}
         arguments = getattr(library, f"{kind}Config")(
             output_dir=str(work / "trl"),
@@ -242,7 +262,7 @@ def run_trl(work: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(work / "model")
         data, reference = Dataset.from_list(records), {}
-        if kind == "DPO":
+        if kind in ("DPO", "KTO"):
             reference["ref_model"] = AutoModelForCausalLM.from_pretrained(work / "reference", dtype=torch.float32)
         parts = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Recorder()], **reference}
         Trainer(model, args=arguments, **parts).train()
@@ -289,7 +309,7 @@ def train_ours(work: Path, name: str) -> tuple[float, dict[str, Tensor]]:
     micro_batch = 1 if samples % 2 else 2
     sections["train"] |= {"global_batch": samples, "micro_batch": case.get("micro_batch", micro_batch)}
     config = parse(sections)
-    if case.get("objective") == "dpo":
+    if case.get("objective") in ("dpo", "kto"):
         scores = score_reference(parse(sections | {"checkpoint": {"init_from": str(work / "reference")}}))
         record = record_training(config, 1, lambda trainer: setattr(trainer.runner, "add_reference", scores.attach))
     else:

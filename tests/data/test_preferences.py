@@ -11,7 +11,7 @@ from tests.support import configs
 from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
-from trainyard.data.formats.preferences import read_preference
+from trainyard.data.formats.preferences import Preference, read_preference
 from trainyard.data.loading.conversation_samples import open_conversations
 from trainyard.data.loading.packing import PairSamples
 
@@ -48,7 +48,9 @@ def answers(batch: dict[str, np.ndarray[Any, Any]], row: int = 0) -> list[bytes]
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_every_format_is_the_same_pair(name: str, tmp_path: Path) -> None:
-    chosen, rejected = read_preference(RECORDS[name])
+    pair = read_preference(RECORDS[name])
+    assert isinstance(pair, Preference)
+    chosen, rejected, _ = pair
     assert [chosen.messages, rejected.messages] == [[USER, GOOD], [USER, BAD]]
     assert [chosen.trained, rejected.trained] == [(False, None), (False, None)]
     batch = samples(tmp_path, [RECORDS[name]]).samples(np.array([0]))

@@ -33,6 +33,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "simpo": {},
     "cpo": {},
     "orpo": {"preference": {"beta": 2.0}},
+    "kto": {"preference": {"beta": 0.5, "undesirable_weight": 0.7}},
     "reward": {"preference": {"center_weight": 0.1}},
     "dpo-lora": {"lora": {"rank": 3, "dora": True, "train": ["norms"]}},
     "dpo-experts": {"model": configs.MOE},
@@ -40,6 +41,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 """Sections by a name that begins with the objective's."""
 FAST = {("dpo", "single"), ("orpo", "cp2-ring"), ("cpo", "tp2-sp"), ("dpo", "pp2"), ("simpo", "dp2-zero1")}
 FAST |= {("dpo-experts", "ep2"), ("reward", "tp2-sp"), ("reward", "cp2-ring")}
+FAST |= {("kto", "dp2-zero1"), ("kto", "cp2-ring"), ("kto", "pp2")}
 CASES = [
     pytest.param(objective, layout, marks=[] if (objective, layout) in FAST else [pytest.mark.nightly])
     for objective in OBJECTIVES

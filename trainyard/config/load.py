@@ -137,7 +137,7 @@ def _add_score_head(data: dict[str, Any]) -> dict[str, Any]:
     """Give the model of train.objective=reward its head."""
     model, train = data.get("model"), data.get("train")
     name = train.get("objective") if isinstance(train, dict) else None
-    if not isinstance(model, dict) or name not in OBJECTIVES.built_in or not OBJECTIVES.find(name).scores_ends:
+    if not isinstance(model, dict) or name not in OBJECTIVES.built_in or not OBJECTIVES.find(name).kind.scores_ends:
         return data
     return {**data, "model": {**model, "score_head": True}}
 

@@ -1,6 +1,6 @@
 """The `preference` section of the configuration, and what an objective needs of the others."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
@@ -11,16 +11,16 @@ from trainyard.families import family_of
 
 
 class PreferenceSection(Section):
-    """How answers are compared (train.objective=dpo, simpo, cpo, orpo or reward). Defaults depend on the objective."""
+    """How answers are compared, or each is judged (train.objective). Defaults depend on the objective."""
 
     beta: float | None = Field(None, gt=0)
     """Scale of rewards: how far the model may move from the reference, or how much the odds ratio counts. Default: 0.1;
     simpo 2."""
     variant: str | None = None
-    """The loss of both rewards. dpo: sigmoid, sigmoid_norm, robust, hinge, ipo, exo_pair, nca_pair, bco_pair,
-    sppo_hard, apo_zero, apo_down or discopop; cpo: sigmoid, hinge or ipo. robust is unbiased if
+    """The loss of rewards. dpo: sigmoid, sigmoid_norm, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard,
+    apo_zero, apo_down or discopop; cpo: sigmoid, hinge or ipo; kto: kto or apo_zero_unpaired. robust is unbiased if
     preference.label_smoothing is the probability of a wrong label; ipo and sigmoid_norm take means over tokens.
-    Default: sigmoid."""
+    Default: the first one."""
     label_smoothing: float | None = Field(None, ge=0, lt=0.5)
     """dpo, cpo, simpo: probability that the rejected answer is the better one. Default: 0."""
     reference_free: bool | None = None
@@ -31,18 +31,28 @@ class PreferenceSection(Section):
     center_weight: float | None = Field(None, ge=0)
     """reward: weight of the square of the sum of both scores, which keeps their mean near 0; 0.01 is usual. Default:
     0."""
+    desirable_weight: float | None = Field(None, ge=0)
+    """kto: weight of the loss of good answers. Default: 1."""
+    undesirable_weight: float | None = Field(None, ge=0)
+    """kto: weight of the loss of the others. Default: 1."""
     likelihood_weight: float | None = Field(None, ge=0)
     """cpo and orpo: weight of the cross entropy of the chosen answers. Default: 1."""
 
 
-def objective_of(config: Any) -> Any:
-    """The class that train.objective names, a subclass of PairLoss; None without one."""
-    return OBJECTIVES.find(config.train.objective) if config.train.objective else None
+class SampleKind(NamedTuple):
+    """What an objective needs of samples."""
+
+    scores_ends: bool = False
+    """Labels and margins at the last tokens of answers: of a reward model."""
+    unpaired: bool = False
+    """Single answers."""
+    mismatches: bool = False
+    """Answers to other prompts, too."""
 
 
-def scores_ends(config: Any) -> bool:
-    """True if the run trains a reward model."""
-    return bool(config.train.objective and objective_of(config).scores_ends)
+def sample_kind(config: Any) -> SampleKind:
+    kind: SampleKind = OBJECTIVES.find(config.train.objective).sample_kind(config.preference)
+    return kind
 
 
 def check_objective(config: Any) -> None:
@@ -56,7 +66,7 @@ def check_objective(config: Any) -> None:
         raise ValueError(f"data.source={data.source}: train.objective={name} needs pairs; nearest: preference")
     if not name and data.has_flag("has_pairs"):
         raise ValueError(f"train.objective: missing; data.source={data.source} has pairs; nearest: dpo")
-    is_scored = bool(name and not is_user_path(name) and scores_ends(config))
+    is_scored = bool(name and not is_user_path(name) and sample_kind(config).scores_ends)
     if config.model.score_head and not (is_scored or is_user_path(name or "")):
         raise ValueError(f"train.objective={name}: model.score_head=true is a reward model; nearest: reward")
     if is_scored and not config.model.score_head:

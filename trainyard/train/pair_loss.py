@@ -8,6 +8,7 @@ context-parallel ranks add up theirs. No torch at the top: configurations name a
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from trainyard.config.preference_schema import SampleKind
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.train.loss import HeadLoss, Loss, LossTerms
@@ -40,14 +41,14 @@ class PairLoss(Loss):
 
     is_causal = True
     term_names: tuple[str, ...] = ("pair",)
-    metric_names = (
+    metric_names: tuple[str, ...] = (
         *("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"),
         *("log_probs/chosen", "log_probs/rejected"),
     )
     trains_likelihood: ClassVar[bool] = False
     """It has a second term, `likelihood`: the cross entropy of the chosen answers, by `likelihood_weight`."""
-    scores_ends: ClassVar[bool] = False
-    """The model is a reward model: labels, and margins of records, are at the last token of each answer."""
+    kind: ClassVar[SampleKind] = SampleKind()
+    """What it needs of samples."""
     needs_reference: bool = False
     """It compares with the log-probabilities of a reference, which batches have."""
     variants: ClassVar[tuple[str, ...]] = ()
@@ -67,8 +68,16 @@ class PairLoss(Loss):
             known = ", ".join(cls.defaults)
             raise ValueError(f"preference.{unknown}={given[unknown]}: train.objective has only {known}; nearest: null")
         if (variant := given.get("variant")) and variant not in cls.variants:
-            known = ", ".join(cls.variants)
-            raise ValueError(f"preference.variant={variant}: train.objective has only {known}; nearest: sigmoid")
+            known, nearest = ", ".join(cls.variants), cls.variants[0]
+            raise ValueError(f"preference.variant={variant}: train.objective has only {known}; nearest: {nearest}")
+
+    @classmethod
+    def sample_kind(cls, options: "PreferenceSection") -> SampleKind:
+        return cls.kind
+
+    def views(self, batch: "Batch") -> "list[Batch]":
+        """The batches that together have all answers to which a reference gives scores."""
+        return [batch]
 
     def pair_losses(self, scores: PairScores) -> "Tensor":
         """The loss of each pair [B, P]."""
@@ -114,14 +123,9 @@ class PairLoss(Loss):
             raise UserError("the objective compares with a reference, whose scores the batch does not have")
         if reference is None:
             reference = sums[..., 0].detach().new_zeros(sums.shape[:2])
-        (chosen, rejected), tokens = (-sums[..., 0]).view(len(sums), -1, 2).unbind(-1), sums[..., 1].detach()
-        return PairScores(
-            chosen,
-            rejected,
-            *tokens.view(len(sums), -1, 2).unbind(-1),
-            *reference.view(len(sums), -1, 2).unbind(-1),
-            batch.get("margins", 0.0),
-        )
+        chosen, rejected = (-sums[..., 0]).view(len(sums), -1, 2).unbind(-1)
+        tokens, references = (each.view(len(sums), -1, 2).unbind(-1) for each in (sums[..., 1].detach(), reference))
+        return PairScores(chosen, rejected, *tokens, *references, margins=batch.get("margins", 0.0))
 
     def token_losses(self, output: "ModelOutput", batch: "Batch") -> "Tensor":
         """[B, T] what a label adds to the loss of its answer."""

@@ -1,4 +1,5 @@
-"""Records of preference data sets: a prompt with a chosen and a rejected answer, as text or messages."""
+"""Records of preference data sets, as text or messages: a prompt with a chosen and a rejected answer, or with an answer
+that is good or not."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -17,25 +18,48 @@ class Preference(NamedTuple):
     """By how much the record wants the reward of the chosen answer to be larger."""
 
 
-def read_preference(record: Mapping[str, Any]) -> Preference:
-    """The pair of a record. Raises UserError with the reason if it has none."""
-    if missing := [key for key in ("chosen", "rejected") if record.get(key) is None]:
+class LabeledAnswer(NamedTuple):
+    answer: Conversation
+    """The prompt and an answer, which alone is trained."""
+    is_good: bool
+
+
+def read_preference(record: Mapping[str, Any]) -> Preference | LabeledAnswer:
+    """The pair of a record, or its answer with a label. Raises UserError with the reason if it has none."""
+    prompt = record.get("prompt")
+    if record.get("completion") is not None and not any(key in record for key in KEYS):
+        return LabeledAnswer(_answers(record, prompt, ("completion",))[0], _label(record.get("label")))
+    if missing := [key for key in KEYS if record.get(key) is None]:
         found = ", ".join(map(str, record))
-        raise UserError(f"no pair of answers: expected chosen and rejected; found {found} (no {missing[0]})")
-    prompt, margin = record.get("prompt"), _margin(record.get("margin"))
-    if isinstance(record["chosen"], str) and isinstance(record["rejected"], str) and isinstance(prompt, str | None):
-        return Preference(*(Conversation([], prompt=prompt or "", completion=record[key]) for key in KEYS), margin)
+        raise UserError(
+            "no pair of answers: expected chosen and rejected, or completion and label; "
+            f"found {found} (no {missing[0]})"
+        )
+    chosen, rejected = _answers(record, prompt, KEYS)
+    return Preference(chosen, rejected, _margin(record.get("margin")))
+
+
+def _answers(record: Mapping[str, Any], prompt: Any, keys: tuple[str, ...]) -> list[Conversation]:
+    """The answers that these keys have, each with the prompt."""
+    if all(isinstance(record[key], str) for key in keys) and isinstance(prompt, str | None):
+        return [Conversation([], prompt=prompt or "", completion=record[key]) for key in keys]
     before = _messages(record.get("conversations") or prompt, "user")
-    answers = [_messages(record[key], "assistant") for key in KEYS]
-    common = _common(*answers) if answers[0] and answers[0][0].get("role") != "assistant" else 0
+    answers = [_messages(record[key], "assistant") for key in keys]
+    common = _common(*answers) if len(answers) == 2 and answers[0] and answers[0][0].get("role") != "assistant" else 0
     if common:  # whole conversations: the prompt is what they share
         before, answers = answers[0][:common], [answer[common:] for answer in answers]
     if not before:
         raise UserError("no prompt: expected prompt, or conversations that begin alike in chosen and rejected")
-    return Preference(*(_conversation(before, answer, record) for answer in answers), margin)
+    return [_conversation(before, answer, record) for answer in answers]
 
 
 KEYS = ("chosen", "rejected")
+
+
+def _label(value: Any) -> bool:
+    if value not in (True, False):
+        raise UserError(f"label is {describe_object(value)}; expected true or false")
+    return bool(value)
 
 
 def _margin(value: Any) -> float:

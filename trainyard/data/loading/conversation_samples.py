@@ -67,7 +67,10 @@ class EncodedConversations(NamedTuple):
 class ConversationSamples:
     """Documents of tokens: `lengths` [documents], and `document(index)` -> (tokens, trained)."""
 
-    def __init__(self, directory: Path, slices: Sequence[InputSlice], seq_len: int, too_long: str) -> None:
+    def __init__(
+        self, directory: Path, slices: Sequence[InputSlice], seq_len: int, too_long: str, apart: bool = False
+    ) -> None:
+        """`apart`: samples need not hold both answers of a pair."""
         self.slices = slices
         info = json.loads((directory / "info.json").read_text())
         self.end_ids: tuple[int, ...] = tuple(info["end_ids"])
@@ -80,10 +83,15 @@ class ConversationSamples:
         self._trained = np.asarray(np.memmap(directory / "trained.bin", np.bool_, "r"))
         lengths = np.diff(self._bounds)
         self._kept = np.arange(len(lengths))
-        if (longer := np.flatnonzero(lengths > seq_len)).size:
-            self._kept = self._shorten(longer, lengths, seq_len, too_long)
-        self.lengths: NDArray[np.int32] = np.minimum(lengths[self._kept], seq_len).astype(np.int32)
+        needed = np.maximum(self._splits, lengths - self._splits) if apart else lengths
+        if (longer := np.flatnonzero(needed > seq_len)).size:
+            self._kept = self._shorten(longer, needed, seq_len, too_long)
+        lengths = lengths[self._kept]
+        self.lengths: NDArray[np.int32] = (lengths if apart else np.minimum(lengths, seq_len)).astype(np.int32)
         """Tokens of each document."""
+        self.splits, self.values = self._splits[self._kept], self._values[self._kept]
+        """Where the rejected answer of a pair begins with its prompt (0: the document is one conversation), and what
+        records say: the margins of pairs, and 1 for good single answers."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -95,17 +103,14 @@ class ConversationSamples:
         return self._tokens[span], self._trained[span]
 
     def split(self, index: int) -> int:
-        """Where the rejected answer of a pair begins with its prompt; 0: the document is one conversation."""
-        return int(self._splits[self._kept[index]])
+        return int(self.splits[index])
 
     def value(self, index: int) -> float:
-        """What its record says of a pair: its margin."""
-        return float(self._values[self._kept[index]])
+        return float(self.values[index])
 
     def longest_answer(self) -> int:
-        """Tokens of the longest answer of a pair with its prompt."""
-        first = self._splits[self._kept]
-        return int(np.maximum(first, self.lengths - first).max())
+        """Tokens of the longest answer with its prompt."""
+        return int(np.maximum(self.splits, self.lengths - self.splits).max())
 
     def source(self, index: int) -> str:
         """Where a document comes from, for people."""
@@ -156,8 +161,10 @@ def open_conversations(
     remote: RemoteFiles | None,
     model_vocab: int | None = None,
     new_tokens: tuple[str, ...] = (),
+    apart: bool = False,
 ) -> ConversationSamples:
-    """The conversations of files, encoded by this process or by another one before; without `paths`, built-in ones."""
+    """The conversations of files, encoded by this process or by another one before; without `paths`, built-in ones.
+    `apart` is that of ConversationSamples."""
     if model_vocab is not None:
         check_vocab_size(load_tokenizer(tokenizer_spec(data, new_tokens)), model_vocab)
     if paths:
@@ -177,7 +184,7 @@ def open_conversations(
         with file_lock(directory.parent / f"{directory.name}.lock", waiting):
             if not (directory / "info.json").exists():
                 _encode(directory, spec, slices)
-    return ConversationSamples(directory, slices, data.seq_len, data.chat.too_long)
+    return ConversationSamples(directory, slices, data.seq_len, data.chat.too_long, apart)
 
 
 def _cache_key(spec: ChatSpec, slices: Sequence[InputSlice]) -> str:
@@ -285,8 +292,8 @@ def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedConversation
         end_ids |= encoded.end_ids
     lengths = np.array([len(each) for each in tokens[1:]], np.int64)
     joined = np.concatenate(tokens), np.concatenate(trained)
-    where = np.array(places, np.int64), np.array(splits, np.int64), np.array(values, np.float32)
-    return EncodedConversations(*joined, lengths, *where, end_ids, problems)
+    where = np.array(places, np.int64), np.array(splits, np.int64)
+    return EncodedConversations(*joined, lengths, *where, np.array(values, np.float32), end_ids, problems)
 
 
 def _raise_problems(problems: Sequence[Problem], slices: Sequence[InputSlice], total: int) -> None:

@@ -7,7 +7,8 @@ lengths alone; the loader shuffles packs like any other samples.
 
 import hashlib
 from bisect import bisect_left, insort
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.loading.dataset import Dataset, Indices
 from trainyard.data.samples import Sample, document_ids
+
+ReadDocument = Callable[[int], tuple[NDArray[np.int32], NDArray[np.bool_]]]
 
 
 class Documents(Protocol):
@@ -67,15 +70,19 @@ class PaddedSamples:
     def source(self, index: int) -> str:
         return self.documents.source(index)
 
-    def _place(self, rows: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
-        """Tokens, labels, and where documents start, of samples that hold these documents from left to right."""
+    def _place(
+        self, rows: list[list[int]], read: ReadDocument | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
+        """Tokens, labels, and where documents start, of samples that hold these documents from left to right. `read`
+        returns a document, or another one in its place."""
+        read = read or self.documents.document
         shape = (len(rows), self.seq_len)
         tokens, labels = np.full(shape, self.pad_token, np.int32), np.full(shape, IGNORE_INDEX, np.int32)
         starts = np.zeros(shape, np.bool_)
         for row, documents in enumerate(rows):
             start = 0
             for index in documents:
-                document, trained = self.documents.document(index)
+                document, trained = read(index)
                 end = start + len(document)
                 tokens[row, start:end] = document
                 # The last token of a document has no label: the next one is another document's.
@@ -144,9 +151,13 @@ class PairSamples(PackedSamples):
         """Two words that depend on all that decides about the scores of a pair, except for the model: its tokens, and
         which of them are answers."""
         tokens, trained = self.pairs.document(index)
-        split = str(self.pairs.split(index)).encode()
-        digest = hashlib.blake2b(tokens.tobytes() + trained.tobytes(), key=split, digest_size=8).digest()
-        return np.frombuffer(digest, np.int32)
+        return content_key(self.pairs.split(index), tokens, trained)
+
+
+def content_key(split: int, *content: NDArray[Any]) -> NDArray[np.int32]:
+    """Two words that depend on these arrays, and on where the first one has its second part."""
+    joined = b"".join(each.tobytes() for each in content)
+    return np.frombuffer(hashlib.blake2b(joined, key=str(split).encode(), digest_size=8).digest(), np.int32)
 
 
 def at_ends(is_end: NDArray[np.bool_], margins: NDArray[np.float32]) -> Sample:

@@ -10,6 +10,7 @@ from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.counter_rng import element_bits, key32, key64, row_seeds
 from trainyard.core.errors import UserError
+from trainyard.data.loading.answers import answer_fields
 from trainyard.data.loading.packing import at_ends
 from trainyard.data.samples import Sample, document_ids
 
@@ -67,6 +68,23 @@ class SyntheticPairs(SyntheticTokens):
         is_end = np.roll(starts, -1, 1)
         is_end[:, -1] = True
         return sample | at_ends(is_end, np.zeros((len(keys), 1), np.float32)) if self.ends else sample
+
+
+class SyntheticAnswers(SyntheticTokens):
+    """Samples of one answer after a prompt of one token. The answer to another prompt is that of the next sample."""
+
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
+        starts = np.zeros((len(indices), self.seq_len), np.bool_)
+        own, other = super().samples(indices), super().samples(indices + 1)
+        prompt = own["tokens"][:, :1]
+        mismatch = np.concatenate((prompt, other["tokens"][:, 1:]), 1)
+        mismatch_fields = answer_fields(mismatch, other["labels"], starts, 1)
+        return {
+            **answer_fields(own["tokens"], own["labels"], starts, 0),
+            **{f"kl_{name}": field for name, field in mismatch_fields.items()},
+            "pair_keys": np.stack((indices + 1, indices + 1), 1).astype(np.int32),
+            "answer_labels": (indices % 2)[:, None].astype(np.int32),
+        }
 
 
 class SyntheticSentencePairs:

@@ -30,14 +30,14 @@ class ChatSource(DataSource):
         return document_samples(self.documents(config, paths, remote), config.data, PAD_TOKEN), None
 
     def documents(
-        self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
+        self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None", apart: bool = False
     ) -> "ConversationSamples":
         from trainyard.data.loading.conversation_samples import open_conversations
 
         data, weights = config.data, config.checkpoint.weights_from
         if weights and "tokenizer" not in data.model_fields_set:  # the default knows no special token of the model
             raise UserError(f"data.tokenizer: missing; the run starts from other weights; nearest: {weights}")
-        return open_conversations(data, paths, remote, config.model.vocab, config.model.new_tokens)
+        return open_conversations(data, paths, remote, config.model.vocab, config.model.new_tokens, apart)
 
     def vocab_size(self, data: "DataSection", remote: "RemoteFiles | None") -> int:
         """The tokenizer's."""

@@ -19,15 +19,21 @@ class SyntheticSource(DataSource):
     def open(
         self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
     ) -> "tuple[Dataset, Dataset | None]":
-        from trainyard.config.preference_schema import scores_ends
-        from trainyard.data.loading.synthetic import SyntheticPairs, SyntheticSentencePairs, SyntheticTokens
+        from trainyard.config.preference_schema import sample_kind
+        from trainyard.data.loading.synthetic import (
+            SyntheticAnswers,
+            SyntheticPairs,
+            SyntheticSentencePairs,
+            SyntheticTokens,
+        )
         from trainyard.families import family_of
 
+        arguments = config.data, config.model.vocab, config.train.seed
         if config.train.objective:
-            arguments = config.data, config.model.vocab, config.train.seed, scores_ends(config)
-            return SyntheticPairs(*arguments), None
+            kind = sample_kind(config)
+            return SyntheticAnswers(*arguments) if kind.unpaired else SyntheticPairs(*arguments, kind.scores_ends), None
         samples = SyntheticTokens if family_of(config.model).is_causal else SyntheticSentencePairs
-        return samples(config.data, config.model.vocab, config.train.seed), None
+        return samples(*arguments), None
 
     def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":
         return []

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from trainyard.config.preference_schema import SampleKind
 from trainyard.train.pair_loss import PairLoss, PairScores
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ class Reward(PairLoss):
     """The score of an answer is that of its last token."""
 
     metric_names = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
-    scores_ends = True
+    kind = SampleKind(scores_ends=True)
     defaults: ClassVar[dict[str, Any]] = {"center_weight": 0.0}
 
     def token_losses(self, output: "ModelOutput", batch: "Batch") -> "Tensor":
