@@ -115,6 +115,8 @@ CASES: dict[str, dict[str, Any]] = {
         f"KTO, {name}": {
             "records": records,
             "trainer": ("trl", "KTO"),
+            "model": "reference",  # which finds these answers likelier than the other model does: the KL is positive
+            "reference": "model",
             "options": {"loss_type": variant, "beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8},
             "objective": "kto",
             "preference": {"variant": variant, "beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8},
@@ -263,7 +265,8 @@ def run_trl(work: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(work / "model")
         data, reference = Dataset.from_list(records), {}
         if kind in ("DPO", "KTO"):
-            reference["ref_model"] = AutoModelForCausalLM.from_pretrained(work / "reference", dtype=torch.float32)
+            path = work / case.get("reference", "reference")
+            reference["ref_model"] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         parts = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Recorder()], **reference}
         Trainer(model, args=arguments, **parts).train()
         save_file({key: value.contiguous() for key, value in gradients.items()}, work / f"{name}.safetensors")
@@ -310,7 +313,8 @@ def train_ours(work: Path, name: str) -> tuple[float, dict[str, Tensor]]:
     sections["train"] |= {"global_batch": samples, "micro_batch": case.get("micro_batch", micro_batch)}
     config = parse(sections)
     if case.get("objective") in ("dpo", "kto"):
-        scores = score_reference(parse(sections | {"checkpoint": {"init_from": str(work / "reference")}}))
+        reference = str(work / case.get("reference", "reference"))
+        scores = score_reference(parse(sections | {"checkpoint": {"init_from": reference}}))
         record = record_training(config, 1, lambda trainer: setattr(trainer.runner, "add_reference", scores.attach))
     else:
         record = record_training(config, 1)
