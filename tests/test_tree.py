@@ -48,14 +48,14 @@ BUDGETS = {
     "cli": 5040,
     "cluster": 2200,
     "compat": 480,
-    "config": 1500,
-    "core": 930,
+    "config": 1520,
+    "core": 935,
     "dashboard": 1300,
-    "data": 3950,
+    "data": 4110,
     "devices": 1600,
     "evaluate": 650,
-    "families": 1410,
-    "formats": 4200,
+    "families": 1445,
+    "formats": 4205,
     "importers": 2170,
     "inference": 2650,
     "kernels": 3100,
@@ -67,7 +67,7 @@ BUDGETS = {
     "prepare": 2200,
     "remote": 2900,
     "run": 2811,
-    "train": 2820,
+    "train": 2930,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""

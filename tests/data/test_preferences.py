@@ -13,6 +13,7 @@ from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.formats.preferences import LabeledAnswer, Preference, read_preference
 from trainyard.data.loading.answers import Answers, AnswerSamples
+from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.conversation_samples import open_conversations
 from trainyard.data.loading.packing import PairSamples
 
@@ -156,12 +157,17 @@ def test_a_mismatch_that_does_not_fit_is_cut(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "chosen": "b"}, "line 2: no pair of answers: expected chosen and rejected"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "line 2: label is a str; expected true or false"),
-        ({"prompt": "a", "completion": "b"}, "line 2: label is .*; expected true or false"),
+        ({"prompt": "a", "completion": "b"}, "line 2: completion without label: expected label, true or false"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}, "line 2: margin is a str; expected a number"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "line 2: chosen and rejected are the same"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "line 2: no prompt"),
+        (
+            {"prompt": [USER], "chosen": [USER], "rejected": [BAD]},
+            "line 2: an answer is not the .*: found user",
+        ),
+        ({"prompt": [USER], "chosen": [], "rejected": [BAD]}, "line 2: an answer .*: found no message"),
         ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "line 2: an answer or prompt is an int"),
-        ({"prompt": "a" * 300, "chosen": "b", "rejected": "c"}, r"line 2: 60\d tokens, but data.seq_len=256"),
+        ({"prompt": "a" * 300, "chosen": "b", "rejected": "c"}, r"line 2: 60\d tokens.* 1 pair of 2 is .*=drop$"),
     ],
 )
 def test_a_record_that_is_no_pair_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
@@ -198,3 +204,23 @@ def test_mistakes_are_one_line(sections: dict[str, Any], message: str) -> None:
     train = sections.get("train", {"objective": "dpo"})
     with pytest.raises((UserError, ValueError), match=message):
         configs.tiny_config(data=data, train=train, preference=sections.get("preference", {}))
+
+
+def test_files_without_a_pair_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.paths: no record"):
+        samples(tmp_path, [])
+    long = {"prompt": "a" * 300, "chosen": "b", "rejected": "c"}
+    with pytest.raises(UserError, match=r"data.seq_len=256: no pair is as short; nearest: 60\d"):
+        samples(tmp_path, [long], chat={"too_long": "drop"})
+    config = configs.tiny_config(
+        data={"source": "preference", "paths": str(tmp_path / "pairs.jsonl"), "seq_len": 128},
+        train={"objective": "dpo"},
+    )
+    answer = {"prompt": "a", "completion": "b", "label": True}
+    for records, message in (
+        ([RECORDS["messages"], answer], "line 2: one answer; train.objective=dpo compares two; nearest: kto"),
+        ([{**long, "prompt": "a" * 80, "chosen": ""}], r"line 1: an answer has 8\d tokens .*max_positions=64"),
+    ):
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        with pytest.raises(UserError, match=message):
+            build_datasets(config.model_copy(update={"data": config.data.model_copy(update={"seq_len": 512})}))

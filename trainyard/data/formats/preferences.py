@@ -57,6 +57,8 @@ KEYS = ("chosen", "rejected")
 
 
 def _label(value: Any) -> bool:
+    if value is None:
+        raise UserError("completion without label: expected label, true or false, or chosen and rejected")
     if value not in (True, False):
         raise UserError(f"label is {describe_object(value)}; expected true or false")
     return bool(value)
@@ -94,5 +96,8 @@ def _common(chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]) -> int
 def _conversation(
     prompt: list[dict[str, Any]], answer: list[dict[str, Any]], record: Mapping[str, Any]
 ) -> Conversation:
+    if not any(turn.get("role") == "assistant" for turn in answer):
+        roles = ", ".join(str(turn.get("role")) for turn in answer) or "no message"
+        raise UserError(f"an answer is not the assistant's: found {roles}; expected role assistant")
     whole = read_conversation({"messages": prompt + answer, "tools": record.get("tools")}, "messages")
     return whole._replace(trained=(False,) * len(prompt) + whole.trained[len(prompt) :])

@@ -68,10 +68,10 @@ class ConversationSamples:
     """Documents of tokens: `lengths` [documents], and `document(index)` -> (tokens, trained)."""
 
     def __init__(
-        self, directory: Path, slices: Sequence[InputSlice], seq_len: int, too_long: str, apart: bool = False
+        self, directory: Path, slices: Sequence[InputSlice], seq_len: int, too_long: str, noun: str = "conversation"
     ) -> None:
-        """`apart`: samples need not hold both answers of a pair."""
-        self.slices = slices
+        """`noun` says what fits in a sample: a conversation, a pair, or only each answer of one."""
+        self.slices, self.noun, apart = slices, noun, noun == "answer"
         info = json.loads((directory / "info.json").read_text())
         self.end_ids: tuple[int, ...] = tuple(info["end_ids"])
         """The tokens that end trained answers."""
@@ -108,9 +108,10 @@ class ConversationSamples:
     def value(self, index: int) -> float:
         return float(self.values[index])
 
-    def longest_answer(self) -> int:
-        """Tokens of the longest answer with its prompt."""
-        return int(np.maximum(self.splits, self.lengths - self.splits).max())
+    def longest_answer(self) -> tuple[int, int]:
+        """The record with the longest answer, and the tokens of that with its prompt."""
+        tokens = np.maximum(self.splits, self.lengths - self.splits)
+        return int(tokens.argmax()), int(tokens.max())
 
     def source(self, index: int) -> str:
         """Where a document comes from, for people."""
@@ -125,12 +126,13 @@ class ConversationSamples:
     ) -> NDArray[np.int64]:
         """The documents that are left, as data.chat.too_long says."""
         total, first = len(lengths), int(longer[0])
-        found = f"{counted(len(longer), 'conversation', ',')} of {total:,}"
+        found = f"{counted(len(longer), self.noun, ',')} of {total:,}"
         if too_long == "error":
             raise UserError(
                 f"{self._describe(first)}: {lengths[first]:,} tokens, but data.seq_len={seq_len}; {found} "
                 f"{'is' if len(longer) == 1 else 'are'} longer, at most {lengths.max():,}; "
-                f"nearest: data.seq_len={lengths.max()}, or data.chat.too_long=truncate or drop"
+                f"nearest: data.seq_len={lengths.max()}, or data.chat.too_long="
+                f"{'truncate or drop' if self.noun == 'conversation' else 'drop'}"
             )
         dropped = longer
         if too_long == "truncate":
@@ -144,6 +146,8 @@ class ConversationSamples:
             logger.warning(
                 "data.chat.too_long=%s: dropped %s of %s%s", too_long, f"{len(dropped):,}", f"{total:,}", reason
             )
+        if len(dropped) == total:
+            raise UserError(f"data.seq_len={seq_len}: no {self.noun} is as short; nearest: {lengths.min()}")
         return np.setdiff1d(np.arange(total), dropped)
 
 
@@ -164,7 +168,7 @@ def open_conversations(
     apart: bool = False,
 ) -> ConversationSamples:
     """The conversations of files, encoded by this process or by another one before; without `paths`, built-in ones.
-    `apart` is that of ConversationSamples."""
+    `apart`: samples need not hold both answers of a pair."""
     if model_vocab is not None:
         check_vocab_size(load_tokenizer(tokenizer_spec(data, new_tokens)), model_vocab)
     if paths:
@@ -184,7 +188,8 @@ def open_conversations(
         with file_lock(directory.parent / f"{directory.name}.lock", waiting):
             if not (directory / "info.json").exists():
                 _encode(directory, spec, slices)
-    return ConversationSamples(directory, slices, data.seq_len, data.chat.too_long, apart)
+    noun = "answer" if apart else "pair" if spec.pairs else "conversation"
+    return ConversationSamples(directory, slices, data.seq_len, data.chat.too_long, noun)
 
 
 def _cache_key(spec: ChatSpec, slices: Sequence[InputSlice]) -> str:
@@ -259,7 +264,8 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
         if problems:
             _raise_problems(problems, slices, count + len(problems))
         if not count:
-            raise UserError(f"{slices[0].path if slices else 'data.paths'}: no conversation")
+            noun = "record" if spec.pairs else "conversation"
+            raise UserError(f"{slices[0].path if slices else 'data.paths'}: no {noun}")
         np.save(temporary / "bounds.npy", np.concatenate(([0], np.cumsum(np.concatenate(lengths)))))
         np.save(temporary / "places.npy", np.concatenate(places))
         np.save(temporary / "splits.npy", np.concatenate(splits))

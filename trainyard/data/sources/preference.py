@@ -27,10 +27,11 @@ class PreferenceSource(ChatSource):
 
         data, most, kind = config.data, config.model.max_positions, sample_kind(config)
         records = self.documents(config, paths, remote, apart=kind.unpaired)
-        if (longest := records.longest_answer()) > most:
+        longest, tokens = records.longest_answer()
+        if tokens > most:
             raise UserError(
-                f"data.paths: an answer has {longest} tokens with its prompt, but model.max_positions={most}; "
-                f"nearest: {longest}"
+                f"{records.source(longest)}: an answer has {tokens} tokens with its prompt, but "
+                f"model.max_positions={most}; nearest: {tokens}"
             )
         if kind.unpaired:
             answers = Answers(records, min(data.seq_len, most))
