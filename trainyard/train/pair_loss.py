@@ -123,9 +123,11 @@ class PairLoss(Loss):
             raise UserError("the objective compares with a reference, whose scores the batch does not have")
         if reference is None:
             reference = sums[..., 0].detach().new_zeros(sums.shape[:2])
-        chosen, rejected = (-sums[..., 0]).view(len(sums), -1, 2).unbind(-1)
-        tokens, references = (each.view(len(sums), -1, 2).unbind(-1) for each in (sums[..., 1].detach(), reference))
-        return PairScores(chosen, rejected, *tokens, *references, margins=batch.get("margins", 0.0))
+        (chosen, rejected), tokens, references = (
+            each.view(len(sums), -1, 2).unbind(-1) for each in (-sums[..., 0], sums[..., 1].detach(), reference)
+        )
+        margins = batch.get("margins", 0.0)
+        return PairScores(chosen, rejected, tokens[0], tokens[1], references[0], references[1], margins)
 
     def token_losses(self, output: "ModelOutput", batch: "Batch") -> "Tensor":
         """[B, T] what a label adds to the loss of its answer."""

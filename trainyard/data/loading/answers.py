@@ -51,8 +51,8 @@ class Answers:
         other = int(self.other[index])
         own, others = self.document(index), self.document(other)
         mine, theirs = slice(0, self.prompts[index]), slice(self.prompts[other], None)
-        tokens, trained = (np.concatenate((a[mine], b[theirs])) for a, b in zip(own, others, strict=True))
-        return tokens[: self.longest], trained[: self.longest]
+        tokens = np.concatenate((own[0][mine], others[0][theirs]))[: self.longest]
+        return tokens, np.concatenate((own[1][mine], others[1][theirs]))[: self.longest]
 
     def source(self, index: int) -> str:
         return self.records.source(int(self.record[index]))
