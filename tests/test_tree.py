@@ -48,7 +48,7 @@ BUDGETS = {
     "cli": 5040,
     "cluster": 2200,
     "compat": 480,
-    "config": 1520,
+    "config": 1525,
     "core": 935,
     "dashboard": 1300,
     "data": 4110,

@@ -47,8 +47,8 @@ CASES = [
     for objective in OBJECTIVES
     for layout in (EXPERT_LAYOUTS if "experts" in objective else LAYOUTS)
 ]
-PACKED = [("dpo", "dp2-zero1"), ("kto", "dp2-zero1")]
-DEEP_PACKED = [("dpo", "single"), ("orpo", "single"), ("reward", "tp2-sp"), ("kto", "cp2-gather")]
+PACKED = [("dpo", "single"), ("kto", "dp2-zero1")]
+DEEP_PACKED = [("orpo", "single"), ("reward", "tp2-sp"), ("kto", "cp2-gather")]
 RESUMES = [("dpo", "dp2-zero1", "tp2"), ("dpo", "dp2-zero1", "dp2-zero1")]
 DEEP_RESUMES = [
     *(("orpo", "pp2", "cp2-ring"), ("simpo", "dp2-zero2", "single"), ("dpo-lora", "tp2-sp", "dp2-zero3")),
@@ -89,7 +89,7 @@ def configure(file: str, objective: str, layout: str, packing: bool = False, **o
             layout=ALL_LAYOUTS[layout][1],
         )
 
-    return config(len(build_datasets(config(2)).train)) if packing else config(PAIRS)
+    return config(len(build_datasets(config(2)).train))
 
 
 def train(pool: Pool, config: Config, layout: str) -> VerifyRecord:
