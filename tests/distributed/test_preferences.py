@@ -76,7 +76,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def configure(file: str, objective: str, layout: str, packing: bool = False, **others: Any) -> Config:
-    train: dict[str, Any] = {"micro_batch": 1 if packing else 2, "objective": objective.partition("-")[0]}
+    # With this seed, data-parallel ranks have 18 and 14 of the packed answers of kto.
+    train: dict[str, Any] = {"micro_batch": 1 if packing else 2, "objective": objective.partition("-")[0], "seed": 2}
     sections = {"model": configs.LLAMA, **OBJECTIVES[objective], **others}
 
     def config(samples: int) -> Config:
