@@ -56,6 +56,12 @@ PAIRS = [
     }
     for each, other in zip(MESSAGES, TALKS[1:] + TALKS[:1], strict=True)
 ]
+ANSWERS = [
+    {"prompt": pair["prompt"], "completion": pair[("chosen", "rejected")[index % 2]], "label": index % 2 == 0}
+    for index, pair in enumerate([*PAIRS, *PAIRS[1:]])
+]
+TEXT_ANSWERS = [{**each, "label": index % 3 > 0} for index, each in enumerate(TEXTS)]
+MARGINS = [{**pair, "margin": 0.25 * index} for index, pair in enumerate(PAIRS)]
 SEQ_LEN = 144
 DPO_VARIANTS = {
     **dict.fromkeys(("sigmoid", "sigmoid_norm", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard"), 0.0),
@@ -94,6 +100,33 @@ CASES: dict[str, dict[str, Any]] = {
         }
         for variant in ("sigmoid", "hinge", "ipo")
     },
+    **{
+        name: {
+            "records": records,
+            "trainer": ("trl", "Reward"),
+            "options": {"center_rewards_coefficient": weight},
+            "model": "scored",
+            "objective": "reward",
+            "preference": {"center_weight": weight},
+        }
+        for name, records, weight in (("reward", PAIRS, 0.0), ("reward, margins, centered", MARGINS, 0.1))
+    },
+    **{
+        f"KTO, {name}": {
+            "records": records,
+            "trainer": ("trl", "KTO"),
+            "model": "reference",  # which finds these answers likelier than the other model does: the KL is positive
+            "reference": "model",
+            "options": {"loss_type": variant, "beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8},
+            "objective": "kto",
+            "preference": {"variant": variant, "beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.8},
+        }
+        for name, variant, records in (
+            ("kto", "kto", ANSWERS),
+            ("apo_zero_unpaired", "apo_zero_unpaired", ANSWERS),
+            ("texts", "kto", TEXT_ANSWERS),
+        )
+    },
     "SimPO": {
         "records": PAIRS,
         "trainer": ("trl.experimental.cpo", "CPO"),
@@ -116,10 +149,11 @@ SIZES = {
 }
 
 
-def write_model(directory: Path, salt: str = "") -> None:
-    """A random Llama and a tokenizer of bytes, the same with every version of every library."""
+def write_model(directory: Path, salt: str = "", scores: bool = False) -> None:
+    """A random Llama, or a reward model of that size, and a tokenizer of bytes, the same with every version of every
+    library."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -130,11 +164,19 @@ def write_model(directory: Path, salt: str = "") -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokens), **SIZES, **ids))
+    kind = LlamaForSequenceClassification if scores else LlamaForCausalLM
+    model = kind(LlamaConfig(vocab_size=len(tokens), num_labels=1 if scores else 2, **SIZES, **ids))
     for name, parameter in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0
         parameter.data = mean + 0.1 * random_values(salt + name, parameter.shape)
     model.save_pretrained(directory)
+
+
+def write_models(work: Path) -> None:
+    """The models of all cases."""
+    write_model(work / "model")
+    write_model(work / "reference", "reference ")
+    write_model(work / "scored", "scored ", scores=True)
 
 
 def random_values(name: str, shape: Any) -> Tensor:
@@ -169,13 +211,18 @@ def run_trl(work: Path) -> None:
     import transformers
     import trl
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
+    )
 
-    write_model(work / "model")
-    write_model(work / "reference", "reference ")
+    write_models(work)
     losses = {}
     for name, case in CASES.items():
-        model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+        auto = AutoModelForSequenceClassification if case.get("model") == "scored" else AutoModelForCausalLM
+        model = auto.from_pretrained(work / case.get("model", "model"), dtype=torch.float32)
         if "lora" in case:
             model = write_adapter(model, work / "adapters" / name, case["lora"])
         gradients: dict[str, Tensor] = {}
@@ -196,7 +243,8 @@ def run_trl(work: Path) -> None:
                 micro_losses.append(float(loss))
                 return loss
 
-        records, micro_batch = case["records"], case.get("micro_batch", 2 if "packing" in case else len(TALKS))
+        records = case["records"]
+        micro_batch = case.get("micro_batch", 2 if "packing" in case else len(records))
         of_sft = {"packing": "packing" in case, "assistant_only_loss": "assistant" in case} if kind == "SFT" else {}
         arguments = getattr(library, f"{kind}Config")(
             output_dir=str(work / "trl"),
@@ -216,8 +264,9 @@ def run_trl(work: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(work / "model")
         data, reference = Dataset.from_list(records), {}
-        if kind == "DPO":
-            reference["ref_model"] = AutoModelForCausalLM.from_pretrained(work / "reference", dtype=torch.float32)
+        if kind in ("DPO", "KTO"):
+            path = work / case.get("reference", "reference")
+            reference["ref_model"] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         parts = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Recorder()], **reference}
         Trainer(model, args=arguments, **parts).train()
         save_file({key: value.contiguous() for key, value in gradients.items()}, work / f"{name}.safetensors")
@@ -235,15 +284,16 @@ def train_ours(work: Path, name: str) -> tuple[float, dict[str, Tensor]]:
     from trainyard.preflight.verify import record_training
 
     case = CASES[name]
+    model = str(work / case.get("model", "model"))
     path = work / f"{name}.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in case["records"]))
     sections: dict[str, Any] = {
-        "model": {"from_hf": str(work / "model")},
-        "checkpoint": {"init_from": str(work / "model"), "export_hf": False},
+        "model": {"from_hf": model},
+        "checkpoint": {"init_from": model, "export_hf": False},
         "data": {
             "source": "chat",
             "paths": [str(path)],
-            "tokenizer": str(work / "model"),
+            "tokenizer": model,
             "seq_len": SEQ_LEN,
             "packing": "packing" in case,
         },
@@ -262,8 +312,9 @@ def train_ours(work: Path, name: str) -> tuple[float, dict[str, Tensor]]:
     micro_batch = 1 if samples % 2 else 2
     sections["train"] |= {"global_batch": samples, "micro_batch": case.get("micro_batch", micro_batch)}
     config = parse(sections)
-    if case.get("objective") == "dpo":
-        scores = score_reference(parse(sections | {"checkpoint": {"init_from": str(work / "reference")}}))
+    if case.get("objective") in ("dpo", "kto"):
+        reference = str(work / case.get("reference", "reference"))
+        scores = score_reference(parse(sections | {"checkpoint": {"init_from": reference}}))
         record = record_training(config, 1, lambda trainer: setattr(trainer.runner, "add_reference", scores.attach))
     else:
         record = record_training(config, 1)

@@ -48,30 +48,30 @@ BUDGETS = {
     "cli": 5075,
     "cluster": 2200,
     "compat": 480,
-    "config": 1570,
+    "config": 1600,
     "core": 940,
     "dashboard": 1350,
-    "data": 4120,
+    "data": 4285,
     "devices": 1600,
     "evaluate": 650,
-    "families": 1410,
-    "formats": 4200,
+    "families": 1445,
+    "formats": 4205,
     "importers": 2170,
-    "inference": 2695,
+    "inference": 2700,
     "kernels": 3100,
     "launch": 550,
     "metrics": 1625,
-    "models": 1290,
+    "models": 1295,
     "parallel": 1570,
     "preflight": 4230,
     "prepare": 2200,
     "remote": 2900,
     "run": 3370,
-    "train": 2965,
+    "train": 3085,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 20_000
+SPINE_BUDGET = 20_400
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -53,6 +53,35 @@ def test_a_run_begins_at_the_reference_and_reports_rewards(tmp_path: Path) -> No
     assert len(scores.keys) == len(PAIRS)
 
 
+def test_without_a_reference_dpo_compares_log_probabilities(tmp_path: Path) -> None:
+    """With one pair in a batch, the loss follows from the metrics."""
+    one = {"global_batch": 1, "micro_batch": 1}
+    config = configure(tmp_path, train=one, preference={"reference_free": True, "beta": 0.3})
+    directory = Trainer(config).run().directory
+    first = json.loads((directory / "metrics.jsonl").read_text().splitlines()[0])
+    margin = 0.3 * (first["log_probs/chosen"] - first["log_probs/rejected"])
+    assert first["loss"] == pytest.approx(math.log1p(math.exp(-margin)), rel=1e-5)
+    assert first["rewards/margin"] == pytest.approx(margin, rel=1e-5)
+    assert abs(margin) > 1e-3
+    assert not (directory / REFERENCE_FILE).exists()
+
+
+def test_kto_begins_at_the_reference_and_resumes(tmp_path: Path) -> None:
+    """Of pairs it takes both answers. Reward and KL are 0 in the first step, so each loss is half of its weight."""
+    kto: dict[str, Any] = {"train": {"objective": "kto"}, "preference": {"undesirable_weight": 0.1, "beta": 1.0}}
+    kto["optimizer"] = {"lr": 0.01}
+    whole = Trainer(configure(tmp_path, "whole", **kto)).run().directory
+    first, *others = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    last = next(record for record in reversed(others) if "kl" in record)
+    assert 0.05 <= first["loss"] <= 0.5
+    assert first["kl"] == pytest.approx(0, abs=1e-5)
+    assert last["kl"] > 1e-3
+    assert len(ReferenceScores.read(whole / REFERENCE_FILE).keys) == 2 * len(PAIRS)
+    Trainer(configure(tmp_path, "half", **(kto | {"train": {"objective": "kto", "steps": 2}}))).run()
+    resumed = Trainer(configure(tmp_path, "half", checkpoint={"resume": "auto"}, **kto)).run().directory
+    assert losses(resumed) == losses(whole)
+
+
 def test_another_run_finds_the_scores_of_its_pairs(tmp_path: Path) -> None:
     """In whatever order they are, and at another micro batch. The first loss shows that they come from the cache."""
     Trainer(configure(tmp_path)).run()

@@ -19,8 +19,7 @@ VALUES: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "trl.json"
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and the initial adapters that TRL had."""
     directory = tmp_path_factory.mktemp("trl")
-    PARITY["write_model"](directory / "model")
-    PARITY["write_model"](directory / "reference", "reference ")
+    PARITY["write_models"](directory)
     for name, case in PARITY["CASES"].items():
         if "lora" in case:
             model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from trainyard.config.errors import first_error_line, is_rule_of_section
 from trainyard.config.recipes import find_config
+from trainyard.config.registries import OBJECTIVES
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.section import Section
@@ -89,7 +90,7 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "")
             "HF_TOKEN, AWS_PROFILE or ~/.netrc, or `trainyard get` first"
         )
     try:
-        return Config.model_validate(_move_wrappers(_resolve_model(data)))
+        return Config.model_validate(_add_score_head(_move_wrappers(_resolve_model(data))))
     except ValidationError as error:
         raise UserError(prefix + first_error_line(error.errors())) from None
 
@@ -97,7 +98,7 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "")
 def check_keys(data: dict[str, Any]) -> dict[str, Any]:
     """Validate every key by itself and return the data with all defaults. Rules between keys are not applied: the
     values may still change."""
-    data = _move_wrappers(_resolve_model(data))
+    data = _add_score_head(_move_wrappers(_resolve_model(data)))
     try:
         Config.model_validate(data)
     except ValidationError as error:
@@ -130,6 +131,15 @@ def _move_wrappers(data: dict[str, Any]) -> dict[str, Any]:
     linear = {**(model.get("linear") or {}), **found}
     rest = {key: value for key, value in data.items() if key not in found}
     return {**rest, "model": {**model, "linear": linear}}
+
+
+def _add_score_head(data: dict[str, Any]) -> dict[str, Any]:
+    """Give the model of train.objective=reward its head."""
+    model, train = data.get("model"), data.get("train")
+    name = train.get("objective") if isinstance(train, dict) else None
+    if not isinstance(model, dict) or name not in OBJECTIVES.built_in or not OBJECTIVES.find(name).kind.scores_ends:
+        return data
+    return {**data, "model": {**model, "score_head": True}}
 
 
 def dump(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trainyard.config.preference_schema import sample_kind
 from trainyard.config.registries import OBJECTIVES, SOURCES
 from trainyard.core.section import nearest_multiples
 from trainyard.core.user_code import is_user_path
@@ -41,6 +42,13 @@ def check_objective(config: Any) -> None:
             raise ValueError(f"data.source={data.source}: train.objective={name} needs {needed}; nearest: {nearest}")
     if objective and objective.samples == "prompts":
         check_rollouts(config)
+    is_scored = bool(objective and objective.samples == "pairs" and sample_kind(config).scores_ends)
+    if config.model.score_head and not (is_scored or is_user_path(name or "")):
+        raise ValueError(f"train.objective={name}: model.score_head=true is a reward model; nearest: reward")
+    if is_scored and not config.model.score_head:
+        raise ValueError(f"model.score_head=false: train.objective={name} trains scores; nearest: true")
+    if config.model.score_head and config.samples.every:
+        raise ValueError(f"samples.every={config.samples.every}: a reward model writes no text; nearest: 0")
 
 
 def check_rollouts(config: Any) -> None:

@@ -36,6 +36,12 @@ class Batch(TypedDict, total=False):
     pair_keys: Tensor
     """[B, 2 P] pairs of answers: two words for each of at most P pairs of a sample, which name it by its tokens; 0: no
     pair. Its chosen answer is an even document, and the rejected one the next."""
+    margins: Tensor
+    """[B, P] fp32: by how much a record wants the reward of the chosen answer to be larger."""
+    answer_labels: Tensor
+    """[B, P] instead of pairs, single answers: 1 if it is good, 0 if not. `pair_keys` name each with its prompt and the
+    answer to another one, which the fields kl_tokens, kl_labels, kl_document_ids and kl_position_ids have after the
+    same prompt. An answer is document 2 k, and the other one after its prompt 2 k + 1."""
     reference_scores: Tensor
     """[B, 2 P] fp32: log-probability that the reference gives each answer."""
     old_log_probs: Tensor

@@ -1,10 +1,12 @@
 """Samples: what a dataset returns and a loader turns into a batch."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-Sample = dict[str, NDArray[np.int32]]
-"""Stacked samples, by field of `core.batch.Batch`: arrays [samples, ...]."""
+Sample = dict[str, NDArray[Any]]
+"""Stacked samples, by field of `core.batch.Batch`: arrays [samples, ...], int32 except for fields that are fp32."""
 
 
 def document_ids(document_starts: NDArray[np.bool_]) -> Sample:

@@ -35,6 +35,8 @@ def evaluation_config(
     for override in overrides:
         _check_key(override)
     model = weights.model.model_dump(mode="json")
+    if weights.model.score_head:
+        raise UserError("a reward model predicts no tokens; nearest: evaluate.every in the run that trains it")
     is_masked = not family_of(weights.model).is_causal
     data: dict[str, Any] = {
         "model": model,

@@ -28,7 +28,7 @@ from trainyard.core.world import World
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.evaluate.evaluator import CheckpointSource, Evaluator
 from trainyard.evaluate.score_continuations import TokenPair, score_continuations
-from trainyard.families import family_of
+from trainyard.families.registry import predicts_tokens
 from trainyard.formats.registry import open_weights, read_model_files
 from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
@@ -242,8 +242,8 @@ def check_layout(evaluator: Evaluator) -> None:
             raise UserError(
                 f"layout.{axis}={size}: tasks have texts of any length; use layout.tp, or data parallel ranks"
             )
-    if not family_of(model).is_causal:
-        raise UserError(f"model.family={model.family}: tasks need a causal model")
+    if not predicts_tokens(model):
+        raise UserError(f"model.family={model.family}: tasks need a causal model that predicts tokens")
 
 
 def load_hf_tokenizer(weights: WeightSource, source: str | Path) -> PreTrainedTokenizerBase | None:

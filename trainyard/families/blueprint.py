@@ -17,6 +17,7 @@ from typing import Literal
 from trainyard.core.splits import FULL_MODEL, ModelShard, head_range, replication_factor
 from trainyard.core.tensor_slice import TensorSlice
 
+SCORE_HEAD = "score.weight"
 StagePlacement = Literal["first", "block", "last", "both"]
 FlopsTokens = Literal["tokens", "masked", "first", "nothing"]
 TpGradient = Literal["by_tokens", "equal", "partial"]
@@ -225,6 +226,15 @@ class Blueprint:
     def parameter_count(self, included: Callable[[ParamSpec], bool] = lambda spec: True) -> int:
         """Number of weights in the full model, or in those of its parameters that are `included`."""
         return sum(prod(spec.shape) * self.copies(spec) for spec in self.specs if included(spec))
+
+
+def with_score_head(blueprint: Blueprint, hidden: int, init_std: float) -> Blueprint:
+    """The blueprint of a reward model, whose head has a row instead of a vocabulary. All tensor-parallel ranks have
+    it: split, one row would need more messages than it saves."""
+    head = ParamSpec(SCORE_HEAD, (1, hidden), None, (), "last", init_std, flops_tokens="tokens", tp_gradient="equal")
+    others = (spec for spec in blueprint.specs if not (spec.padded and spec.pipeline_stage == "last"))
+    untied = (replace(spec, pipeline_stage="first") if spec.pipeline_stage == "both" else spec for spec in others)
+    return Blueprint((*untied, head), blueprint.layers)
 
 
 def column_parallel_specs(

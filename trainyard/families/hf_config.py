@@ -37,6 +37,8 @@ NEUTRAL_KEYS = frozenset(
     )
 )
 """Keys of any config.json that do not change what a model computes, those that Neuron's libraries add included."""
+CAUSAL_CLASS, SCORE_CLASS = re.compile("(ForCausalLM|LMHeadModel)$"), "ForSequenceClassification"
+"""How the names of transformers' classes end: of models that predict tokens, and of reward models."""
 EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
 """Values of an unknown key that leave a model as it is."""
 
@@ -86,6 +88,9 @@ def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     data: dict[str, Any] = {"architectures": [hf.architecture], "model_type": hf.model_type}
     data |= {hf_key: getattr(model, key) for key, (hf_key, _) in hf.keys.items()}
     data |= {**hf.fixed, **hf.write(model)}
+    if model.score_head:
+        scored = CAUSAL_CLASS.sub(SCORE_CLASS, hf.architecture)
+        data |= {"architectures": [scored], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if model.eos_token_id and len(model.eos_token_id) == 1:
         (data["eos_token_id"],) = model.eos_token_id
     return data | {"torch_dtype": dtype, "dtype": dtype}
@@ -101,7 +106,20 @@ def _read(data: dict[str, Any], family: Family) -> ModelConfig:
         key: data[hf_key] if default is REQUIRED else data.get(hf_key, default)
         for key, (hf_key, default) in hf.keys.items()
     }
-    return family.config_class.model_validate({"family": family.name, **values, **hf.read(data)})
+    score_head = family.is_causal and _has_score_head(data)
+    return family.config_class.model_validate(
+        {"family": family.name, "score_head": score_head, **values, **hf.read(data)}
+    )
+
+
+def _has_score_head(data: Mapping[str, Any]) -> bool:
+    """True if a config.json is that of a reward model. transformers has two labels unless the file names them."""
+    if not any(str(name).endswith(SCORE_CLASS) for name in data.get("architectures") or ()):
+        return False
+    labels = data.get("num_labels", len(data.get("id2label") or (0, 1)))
+    if labels != 1:
+        raise ValueError(f"num_labels={labels}: a reward model has one; nearest: 1")
+    return True
 
 
 def _check_unknown_keys(data: Mapping[str, Any], family: Family) -> None:

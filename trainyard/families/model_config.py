@@ -39,6 +39,9 @@ class ModelConfig(Section):
     """Divide the standard deviation of a block's two output projections by sqrt(2 * layers), as in GPT-2."""
     fuse_qkv: bool = True
     """Store query, key and value projections as one matrix: one GEMM instead of three."""
+    score_head: bool = False
+    """The head gives each token one score instead of the logits of a vocabulary, as in a reward model. Set by
+    train.objective=reward."""
     linear: LinearSection = LinearSection()
     """What is put around the linear layers of blocks, by name, such as an adapter of an installed package."""
     bos_token_id: int | None = None
@@ -105,9 +108,14 @@ class ModelConfig(Section):
         return self.model_copy(update={"linear": LinearSection()}) if self.linear.wrappers() else self
 
     @property
+    def without_score_head(self) -> Self:
+        """The model that predicts tokens."""
+        return self.model_copy(update={"score_head": False}) if self.score_head else self
+
+    @property
     def without_additions(self) -> Self:
-        """The model that other stacks know."""
-        return self.without_router_bias.without_wrappers
+        """The model that a run may start from: what it lacks is new."""
+        return self.without_router_bias.without_wrappers.without_score_head
 
     @property
     def output_init_std(self) -> float:

@@ -4,8 +4,8 @@ from dataclasses import replace
 from functools import cache
 
 from trainyard.core.registry import Registry
-from trainyard.families.blueprint import Blueprint
-from trainyard.families.family import Family
+from trainyard.families.blueprint import SCORE_HEAD, Blueprint, with_score_head
+from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.model_config import ModelConfig
 
 # Without a key: a checkpoint must not run code from the directory in which it lies.
@@ -34,6 +34,19 @@ def family_of(model: ModelConfig) -> Family:
 def blueprint_of(model: ModelConfig) -> Blueprint:
     """The parameter table of a model: that of its family, and what is put around its linear layers."""
     blueprint = family_of(model).blueprint(model)
+    if model.score_head:
+        blueprint = with_score_head(blueprint, model.hidden, model.init_std)
     for wrapper, options in model.linear.wrappers():
         blueprint = wrapper.extend(blueprint, options)
     return blueprint
+
+
+def predicts_tokens(model: ModelConfig) -> bool:
+    """True for a causal model that is no reward model, and can therefore generate text."""
+    return family_of(model).is_causal and not model.score_head
+
+
+def hf_names(model: ModelConfig) -> HfNameMap:
+    """The names of a model's weights in Hugging Face checkpoints."""
+    names = family_of(model).hf.names(model)
+    return HfNameMap({**names.table, SCORE_HEAD: HfTensor(SCORE_HEAD)}) if model.score_head else names

@@ -26,6 +26,7 @@ from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import read_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.families.model_config import first_model_difference
+from trainyard.families.registry import hf_names
 from trainyard.formats.format import CheckpointFormat, FormatWriter
 from trainyard.formats.io.async_io import background_fsync, prefetch
 from trainyard.formats.io.lazy_tensor import LazyTensor
@@ -54,7 +55,7 @@ def stored_tensors(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
     layers = family.blueprint(model).layers
     tensors = unfused_tensors(model)
     out: dict[str, StoredTensor] = {}
-    for unfused_pattern, hf in family.hf.names(model).table.items():
+    for unfused_pattern, hf in hf_names(model).table.items():
         for layer in range(layers if "*" in unfused_pattern else 1):
             unfused_name, name = (text.replace("*", str(layer)) for text in (unfused_pattern, hf.name))
             if unfused_name not in tensors:  # a row of the blueprint for other layers
@@ -94,7 +95,7 @@ class InMemoryWeights:
 def weights_from_tensors(model: models.ModelConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
     """Weights from Hugging Face tensors by name, after a check for missing, unknown and misshapen tensors."""
     hf = models.family_of(model).hf
-    ties, names = hf.names(model).tied, tensors.keys()
+    ties, names = hf_names(model).tied, tensors.keys()
     tensors = {hf.current_name(name, names): tensor for name, tensor in tensors.items()}
     expected = {stored.name: stored for stored in stored_tensors(model)}
     check_tensors("checkpoint", expected, tensors, lambda name: name in ties or IGNORED_BUFFERS.search(name))

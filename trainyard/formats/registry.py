@@ -13,6 +13,7 @@ from trainyard.checkpoint.checkpoint import Checkpoint, latest_checkpoint
 from trainyard.checkpoint.weights import BaseWeights, TrainingState, WeightSource, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.blueprint import SCORE_HEAD
 from trainyard.families.hf_config import from_hf
 from trainyard.families.linear_wrappers.lora import LoraKeys
 from trainyard.families.model_config import first_model_difference
@@ -60,6 +61,7 @@ too, and Megatron Core's torch_dist is a directory of DCP."""
 FORMAT_DESCRIPTIONS = {"native": "a trainyard checkpoint"} | {each.name: each.description for each in FORMATS}
 
 
+NEW_HEAD_NOTE = f"{SCORE_HEAD} is new, with random values: the weights are those of a model that predicts tokens"
 MEAN_ROWS = 8192
 """Rows of an embedding that are summed at a time."""
 
@@ -174,10 +176,11 @@ def open_weights(
         return _open_grown(location, model, hints, seed)
     if latest := latest_checkpoint(open_storage(location)):
         return _open_native(Checkpoint(latest), location, model, seed)
-    if model and model.without_additions is not model:
-        opened = open_weights(location, model.without_additions, hints)
-        return replace(opened, weights=AddedParameters(opened.weights, model, seed), open_state=None)
     path = local_weights(location)
+    if model and (stored := _stored_part(path, model)) != model:
+        opened = open_weights(location, stored, hints)
+        notes = (*opened.notes, *(NEW_HEAD_NOTE for _ in range(model.score_head - stored.score_head)))
+        return replace(opened, weights=AddedParameters(opened.weights, model, seed), notes=notes, open_state=None)
     found = next((each for each in FORMATS if each.find(path)), None)
     if found is None:
         if not path.exists():
@@ -187,6 +190,12 @@ def open_weights(
         model = _model_from_nearby_config(path)
     weights = found.open(path, model, hints or {})
     return OpenedCheckpoint(found.name, weights, weights.notes, found.open_state(path, weights.model, hints or {}))
+
+
+def _stored_part(path: Path, model: models.ModelConfig) -> models.ModelConfig:
+    """The part of a model that a checkpoint of another format may have. Only Hugging Face's directories have scores."""
+    has_scores = model.score_head and (path / "config.json").is_file() and from_hf(path).score_head
+    return model.without_additions.model_copy(update={"score_head": has_scores})
 
 
 def open_base(base: BaseWeights, model: models.ModelConfig) -> WeightSource:
@@ -220,11 +229,14 @@ def _open_native(
         stored_model = model.without_router_bias
     if stored_model and not checkpoint.model.linear.wrappers():
         stored_model = stored_model.without_wrappers
+    if stored_model and not checkpoint.model.score_head:
+        stored_model = stored_model.without_score_head
     if stored_model and (difference := first_model_difference(checkpoint.model, stored_model)):
         key, stored, expected = difference
         raise UserError(f"model.{key}={expected}: {location} has {stored}")
     if model and stored_model is not model:
-        return OpenedCheckpoint("native", AddedParameters(checkpoint, model, seed))
+        notes = (NEW_HEAD_NOTE,) if model.score_head and not checkpoint.model.score_head else ()
+        return OpenedCheckpoint("native", AddedParameters(checkpoint, model, seed), notes)
     has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
     return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
 

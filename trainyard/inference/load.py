@@ -131,6 +131,10 @@ def load_for_inference(
     )
     if not family_of(config).is_causal:
         raise UserError(f"{source}: a {config.family} model fills masks and does not generate; see trainyard fill-mask")
+    if config.score_head:
+        raise UserError(
+            f"{source}: a reward model scores answers and does not generate; nearest: the model it began as"
+        )
     if options.fp8_weights and options.compiled:
         raise UserError("--fp8-weights: not with --compile")
     device = devices.select(options.device)

@@ -68,7 +68,7 @@ class Gpt(TransformerStage):
         self.dropout = make.dropout(c.embedding_dropout, "embedding")
         self.layers = make.blocks(lambda name: GptBlock(c, make, name))
         self.norm = make.layer_norm("norm", c.norm_eps)
-        self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
+        self.output = make.head(self, c.tie_embeddings)
 
     def block_inputs(self, batch: Batch) -> tuple[RowSeeds, RowSeeds, Tensor | None]:
         return *self.dropout_seeds(batch), batch.get("document_ids")

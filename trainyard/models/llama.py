@@ -91,7 +91,7 @@ class Llama(TransformerStage):
         self.embedding = make.vocab_embedding("embedding")
         self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
         self.norm = make.rms_norm("norm", c.norm_eps)
-        self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
+        self.output = make.head(self, c.tie_embeddings)
         self.register_buffer("frequency", torch.cat([rope_frequencies(c)] * 2), persistent=False)
 
     def block_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:

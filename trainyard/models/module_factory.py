@@ -9,7 +9,7 @@ from torch import nn
 from trainyard.core.errors import UserError
 from trainyard.core.section import Section
 from trainyard.core.user_code import load_object
-from trainyard.families.blueprint import Blueprint, layer_index
+from trainyard.families.blueprint import SCORE_HEAD, Blueprint, layer_index
 from trainyard.families.linear_wrapper import LinearWrapper
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
@@ -92,6 +92,14 @@ class ModuleFactory:
 
     def output_projection(self, name: str) -> OutputProjection:
         return OutputProjection(self.parameter(f"{name}.weight"), self.tp)
+
+    def head(self, model: nn.Module, tied: bool) -> OutputProjection:
+        """The matrix of the head of a decoder: of its scores, that of its embedding, or its own."""
+        if SCORE_HEAD in self.blueprint:
+            # Registered first under this name, by which torch then names the parameter.
+            model.score = self.output_projection("score")
+            return model.score
+        return model.embedding if tied else self.output_projection("output")  # type: ignore[return-value]
 
     def rms_norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self.parameter(f"{name}.weight"), eps, self.kernels)

@@ -21,7 +21,7 @@ from trainyard.parallel.attention_blocks import to_natural_order
 from trainyard.parallel.layout import Layout
 from trainyard.run.callbacks import Callback
 from trainyard.run.trainer import Trainer
-from trainyard.train.micro_batches.split import TOKEN_FIELDS, context_parallel_shard
+from trainyard.train.micro_batches.split import SAMPLE_FIELDS, TOKEN_FIELDS, context_parallel_shard
 from trainyard.train.optim.gather_full import gather_full_buffer
 from trainyard.train.optim.lr_schedule import learning_rate
 
@@ -171,7 +171,7 @@ def _join_context_shards(shards: list[Tensors], name: str) -> Tensor:
     """One field of a batch from its context-parallel shards, in sequence order."""
     cp, is_masked_lm = len(shards), "masked_positions" in shards[0]
     parts = [shard[name] for shard in shards]
-    if cp == 1 or name == "sample_ids":
+    if cp == 1 or name in SAMPLE_FIELDS:
         return parts[0]
     if name in TOKEN_FIELDS or not is_masked_lm:
         return to_natural_order(torch.stack(parts), 1)

@@ -83,7 +83,9 @@ def evaluate(
             if should_stop():
                 break
             batch_sums.values.zero_()
-            runner(runner.to_device(batch), rng_key, accumulate, backward=False)
+            batches = runner.to_device(batch)
+            loss.prepare(runner, batches, rng_key)
+            runner(batches, rng_key, accumulate, backward=False)
             pending.append(runner.device.copy_to_host(batch_sums.values.clone()))
             if len(pending) > MAX_PENDING_BATCHES:
                 totals += torch.tensor(pending.popleft()().tolist(), dtype=torch.float64)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainyard.models import Batch, ModelOutput
+    from trainyard.train.micro_batches.runner import MicroBatchRunner
 
 LossTerms = dict[str, "tuple[Tensor, Tensor]"]
 """(sum, count) of each term."""
@@ -43,6 +44,10 @@ class Loss:
 
             head_loss = chunked_cross_entropy
         self.head_loss: HeadLoss = head_loss
+
+    def prepare(self, runner: "MicroBatchRunner", batches: "list[Batch]", rng_key: "Tensor") -> None:
+        """Compute what the loss of any micro batch needs of all of them; `batches` are those of this rank on the
+        device. All ranks call this before each step and each batch of an evaluation."""
 
     def label_counts(self, batch: "Batch") -> "list[Tensor]":
         """Counted labels of each term; empty if they are known only after the forward pass, for all terms together."""

@@ -7,6 +7,7 @@ context-parallel ranks add up theirs. No torch at the top: configurations name a
 
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from trainyard.config.preference_schema import SampleKind
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.train.loss import LossTerms
@@ -15,6 +16,7 @@ from trainyard.train.objective import Objective
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trainyard.config.preference_schema import PreferenceSection
     from trainyard.models import Batch, ModelOutput
 
 
@@ -30,6 +32,8 @@ class PairScores(NamedTuple):
     reference_chosen: "Tensor"
     """What the reference gave; zeros without one."""
     reference_rejected: "Tensor"
+    margins: "Tensor | float" = 0.0
+    """By how much the record wants the reward of the chosen answer to be larger."""
 
 
 class PairLoss(Objective):
@@ -37,14 +41,24 @@ class PairLoss(Objective):
 
     samples, sections = "pairs", ("preference",)
     term_names: tuple[str, ...] = ("pair",)
-    metric_names = (
+    metric_names: tuple[str, ...] = (
         *("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"),
         *("log_probs/chosen", "log_probs/rejected"),
     )
     trains_likelihood: ClassVar[bool] = False
     """It has a second term, `likelihood`: the cross entropy of the chosen answers, by `likelihood_weight`."""
-    needs_reference: ClassVar[bool] = False
+    kind: ClassVar[SampleKind] = SampleKind()
+    """What it needs of samples."""
+    needs_reference: bool = False
     """It compares with the log-probabilities of a reference, which batches have."""
+
+    @classmethod
+    def sample_kind(cls, options: "PreferenceSection") -> SampleKind:
+        return cls.kind
+
+    def views(self, batch: "Batch") -> "list[Batch]":
+        """The batches that together have all answers to which a reference gives scores."""
+        return [batch]
 
     def pair_losses(self, scores: PairScores) -> "Tensor":
         """The loss of each pair [B, P]."""
@@ -59,7 +73,7 @@ class PairLoss(Objective):
     def stand_in(self, batch: "Batch") -> "Batch":
         if not self.needs_reference:
             return batch
-        return {**batch, "reference_scores": -(batch["pair_keys"] % 64).float()}
+        return {**batch, "reference_scores": -64 - (batch["pair_keys"] % 64).float()}
 
     def label_counts(self, batch: "Batch") -> "list[Tensor]":
         counts = [is_pair(batch).sum().float()]
@@ -81,27 +95,29 @@ class PairLoss(Objective):
             "log_probs/chosen": scores.chosen.detach(),
             "log_probs/rejected": scores.rejected.detach(),
         }
-        terms = {name: (value.where(real, 0.0).sum(), count) for name, value in values.items()}
+        names = ("pair", *self.metric_names)
+        terms = {name: (values[name].where(real, 0.0).sum(), count) for name in names}
         if self.trains_likelihood:
             likelihood = -scores.chosen.where(real, 0.0).sum()
             terms["likelihood"] = (self.options["likelihood_weight"] * likelihood, *others)
         return terms
 
     def scores(self, output: "ModelOutput", batch: "Batch") -> PairScores:
-        losses = self.head_loss(output, batch["labels"], per_token=True)
-        sums = answer_sums(losses, output, batch)
+        sums = answer_sums(self.token_losses(output, batch), output, batch)
         reference = batch.get("reference_scores")
         if reference is None and self.needs_reference:
             raise UserError("the objective compares with a reference, whose scores the batch does not have")
         if reference is None:
             reference = sums[..., 0].detach().new_zeros(sums.shape[:2])
-        (chosen, rejected), tokens = (-sums[..., 0]).view(len(sums), -1, 2).unbind(-1), sums[..., 1].detach()
-        return PairScores(
-            chosen,
-            rejected,
-            *tokens.view(len(sums), -1, 2).unbind(-1),
-            *reference.view(len(sums), -1, 2).unbind(-1),
+        (chosen, rejected), tokens, references = (
+            each.view(len(sums), -1, 2).unbind(-1) for each in (-sums[..., 0], sums[..., 1].detach(), reference)
         )
+        margins = batch.get("margins", 0.0)
+        return PairScores(chosen, rejected, tokens[0], tokens[1], references[0], references[1], margins)
+
+    def token_losses(self, output: "ModelOutput", batch: "Batch") -> "Tensor":
+        """[B, T] what a label adds to the loss of its answer."""
+        return self.head_loss(output, batch["labels"], per_token=True)
 
 
 def answer_sums(losses: "Tensor", output: "ModelOutput", batch: "Batch") -> "Tensor":

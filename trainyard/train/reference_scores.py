@@ -84,10 +84,16 @@ def score_pairs(
     rng_key = torch.zeros(2, dtype=torch.int32, device=device)
     found: list[tuple[Tensor, Tensor]] = []
 
-    def collect(output: ModelOutput, micro: Batch) -> Tensor:
-        sums = answer_sums(loss.head_loss(output, micro["labels"], per_token=True), output, micro)[..., 0]
-        found.append((micro["pair_keys"], -sums))
-        return sums.sum()
+    def score(batches: list[Batch]) -> list[tuple[Tensor, Tensor]]:
+        scores: list[tuple[Tensor, Tensor]] = []
+
+        def collect(output: ModelOutput, micro: Batch) -> Tensor:
+            sums = answer_sums(loss.token_losses(output, micro), output, micro)[..., 0]
+            scores.append((micro["pair_keys"], -sums))
+            return sums.sum()
+
+        runner(batches, rng_key, collect, backward=False)
+        return scores
 
     def add_found() -> None:
         own = [(pair_keys(words.cpu()).flatten(), scores.view(-1, 2).cpu().numpy()) for words, scores in found]
@@ -99,8 +105,11 @@ def score_pairs(
 
     for count, batch in enumerate(batches, 1):
         if any(mesh.all_gather_object(known.lacks(batch))):
+            micro_batches = runner.to_device(batch)
             with runner.eval_mode():
-                runner(runner.to_device(batch), rng_key, collect, backward=False)
+                views = [score(list(view)) for view in zip(*map(loss.views, micro_batches), strict=True)]
+            # An answer has no labels in all views but one.
+            found += [(parts[0][0], sum(scores for _, scores in parts)) for parts in zip(*views, strict=True)]
         if count % BATCHES_PER_MERGE == 0:
             add_found()
         yield count * len(batch["tokens"]) * mesh.layout.dp

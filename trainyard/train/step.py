@@ -76,6 +76,7 @@ class TrainStep:
         mesh = self.mesh
         batches = self.runner.to_device(batch)
         self.rng_key.copy_(self.device.to_device(torch.tensor(key32(self.seed, "step", step), dtype=torch.int32)))
+        self.loss_fn.prepare(self.runner, batches, self.rng_key)
         self.optimizer.zero_grad(mesh.layout.micro_batches)
         # Counts that the labels determine divide the loss before backward; a user's loss divides the gradients after.
         counts_per_batch = [torch.stack(terms) for part in batches if (terms := self.loss_fn.label_counts(part))]

@@ -37,7 +37,7 @@ from trainyard.remote.chunks.remote_path import DataPath, RemoteFiles, RemotePat
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = "2"
+CACHE_VERSION = "3"
 """Changes with the rules by which records become tokens."""
 LOG_INTERVAL_S = 2.0
 BYTES_PER_WORKER = 4 << 20
@@ -59,6 +59,7 @@ class EncodedConversations(NamedTuple):
     lengths: NDArray[np.int64]
     places: NDArray[np.int64]
     splits: NDArray[np.int64]
+    values: NDArray[np.float32]
     end_ids: frozenset[int]
     problems: list[tuple[int, str]]
 
@@ -66,22 +67,31 @@ class EncodedConversations(NamedTuple):
 class ConversationSamples:
     """Documents of tokens: `lengths` [documents], and `document(index)` -> (tokens, trained)."""
 
-    def __init__(self, directory: Path, slices: Sequence[InputSlice], seq_len: int, too_long: str) -> None:
-        self.slices = slices
+    def __init__(
+        self, directory: Path, slices: Sequence[InputSlice], seq_len: int, too_long: str, noun: str = "conversation"
+    ) -> None:
+        """`noun` says what fits in a sample: a conversation, a pair, or only each answer of one."""
+        self.slices, self.noun, apart = slices, noun, noun == "answer"
         info = json.loads((directory / "info.json").read_text())
         self.end_ids: tuple[int, ...] = tuple(info["end_ids"])
         """The tokens that end trained answers."""
         self._bounds: NDArray[np.int64] = np.load(directory / "bounds.npy")
         self._places: NDArray[np.int64] = np.load(directory / "places.npy")
         self._splits: NDArray[np.int64] = np.load(directory / "splits.npy")
+        self._values: NDArray[np.float32] = np.load(directory / "values.npy")
         self._tokens = np.asarray(np.memmap(directory / "tokens.bin", np.int32, "r"))
         self._trained = np.asarray(np.memmap(directory / "trained.bin", np.bool_, "r"))
         lengths = np.diff(self._bounds)
         self._kept = np.arange(len(lengths))
-        if (longer := np.flatnonzero(lengths > seq_len)).size:
-            self._kept = self._shorten(longer, lengths, seq_len, too_long)
-        self.lengths: NDArray[np.int32] = np.minimum(lengths[self._kept], seq_len).astype(np.int32)
+        needed = np.maximum(self._splits, lengths - self._splits) if apart else lengths
+        if (longer := np.flatnonzero(needed > seq_len)).size:
+            self._kept = self._shorten(longer, needed, seq_len, too_long)
+        lengths = lengths[self._kept]
+        self.lengths: NDArray[np.int32] = (lengths if apart else np.minimum(lengths, seq_len)).astype(np.int32)
         """Tokens of each document."""
+        self.splits, self.values = self._splits[self._kept], self._values[self._kept]
+        """Where the rejected answer of a pair begins with its prompt (0: the document is one conversation), and what
+        records say: the margins of pairs, and 1 for good single answers."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -93,13 +103,15 @@ class ConversationSamples:
         return self._tokens[span], self._trained[span]
 
     def split(self, index: int) -> int:
-        """Where the rejected answer of a pair begins with its prompt; 0: the document is one conversation."""
-        return int(self._splits[self._kept[index]])
+        return int(self.splits[index])
 
-    def longest_answer(self) -> int:
-        """Tokens of the longest answer of a pair with its prompt."""
-        first = self._splits[self._kept]
-        return int(np.maximum(first, self.lengths - first).max())
+    def value(self, index: int) -> float:
+        return float(self.values[index])
+
+    def longest_answer(self) -> tuple[int, int]:
+        """The record with the longest answer, and the tokens of that with its prompt."""
+        tokens = np.maximum(self.splits, self.lengths - self.splits)
+        return int(tokens.argmax()), int(tokens.max())
 
     def source(self, index: int) -> str:
         """Where a document comes from, for people."""
@@ -114,12 +126,13 @@ class ConversationSamples:
     ) -> NDArray[np.int64]:
         """The documents that are left, as data.chat.too_long says."""
         total, first = len(lengths), int(longer[0])
-        found = f"{counted(len(longer), 'conversation', ',')} of {total:,}"
+        found = f"{counted(len(longer), self.noun, ',')} of {total:,}"
         if too_long == "error":
             raise UserError(
                 f"{self._describe(first)}: {lengths[first]:,} tokens, but data.seq_len={seq_len}; {found} "
                 f"{'is' if len(longer) == 1 else 'are'} longer, at most {lengths.max():,}; "
-                f"nearest: data.seq_len={lengths.max()}, or data.chat.too_long=truncate or drop"
+                f"nearest: data.seq_len={lengths.max()}, or data.chat.too_long="
+                f"{'truncate or drop' if self.noun == 'conversation' else 'drop'}"
             )
         dropped = longer
         if too_long == "truncate":
@@ -133,6 +146,8 @@ class ConversationSamples:
             logger.warning(
                 "data.chat.too_long=%s: dropped %s of %s%s", too_long, f"{len(dropped):,}", f"{total:,}", reason
             )
+        if len(dropped) == total:
+            raise UserError(f"data.seq_len={seq_len}: no {self.noun} is as short; nearest: {lengths.min()}")
         return np.setdiff1d(np.arange(total), dropped)
 
 
@@ -150,8 +165,10 @@ def open_conversations(
     remote: RemoteFiles | None,
     model_vocab: int | None = None,
     new_tokens: tuple[str, ...] = (),
+    apart: bool = False,
 ) -> ConversationSamples:
-    """The conversations of files, encoded by this process or by another one before; without `paths`, built-in ones."""
+    """The conversations of files, encoded by this process or by another one before; without `paths`, built-in ones.
+    `apart`: samples need not hold both answers of a pair."""
     if model_vocab is not None:
         check_vocab_size(load_tokenizer(tokenizer_spec(data, new_tokens)), model_vocab)
     if paths:
@@ -171,7 +188,8 @@ def open_conversations(
         with file_lock(directory.parent / f"{directory.name}.lock", waiting):
             if not (directory / "info.json").exists():
                 _encode(directory, spec, slices)
-    return ConversationSamples(directory, slices, data.seq_len, data.chat.too_long)
+    noun = "answer" if apart else "pair" if spec.pairs else "conversation"
+    return ConversationSamples(directory, slices, data.seq_len, data.chat.too_long, noun)
 
 
 def _cache_key(spec: ChatSpec, slices: Sequence[InputSlice]) -> str:
@@ -222,7 +240,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
     if any(isinstance(each.path, RemotePath) for each in slices):
         workers = 1  # the cache of remote files is that of this process
     logged, lengths, places = start, [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
-    splits = [np.zeros(0, np.int64)]
+    splits, values = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
     problems: list[Problem] = []
     end_ids: set[int] = set()
     with atomic_directory(directory) as temporary:
@@ -234,6 +252,7 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
                 lengths.append(encoded.lengths)
                 places.append(np.stack((np.full_like(encoded.places, index), encoded.places), axis=1))
                 splits.append(encoded.splits)
+                values.append(encoded.values)
                 end_ids |= encoded.end_ids
                 problems += [Problem(index, place, reason) for place, reason in encoded.problems]
                 done, now = done + slices[index].input_bytes, time.monotonic()
@@ -245,10 +264,12 @@ def _encode(directory: Path, spec: ChatSpec, slices: Sequence[InputSlice]) -> No
         if problems:
             _raise_problems(problems, slices, count + len(problems))
         if not count:
-            raise UserError(f"{slices[0].path if slices else 'data.paths'}: no conversation")
+            noun = "record" if spec.pairs else "conversation"
+            raise UserError(f"{slices[0].path if slices else 'data.paths'}: no {noun}")
         np.save(temporary / "bounds.npy", np.concatenate(([0], np.cumsum(np.concatenate(lengths)))))
         np.save(temporary / "places.npy", np.concatenate(places))
         np.save(temporary / "splits.npy", np.concatenate(splits))
+        np.save(temporary / "values.npy", np.concatenate(values))
         (temporary / "info.json").write_text(json.dumps({"end_ids": sorted(end_ids)}))
 
 
@@ -257,6 +278,7 @@ def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedConversation
     tokens, trained = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
     places: list[int] = []
     splits: list[int] = []
+    values: list[float] = []
     problems: list[tuple[int, str]] = []
     end_ids: frozenset[int] = frozenset()
     for place, record in read_records(input_slice):
@@ -272,11 +294,12 @@ def encode_slice(spec: ChatSpec, input_slice: InputSlice) -> EncodedConversation
         trained.append(encoded.trained)
         places.append(place)
         splits.append(encoded.split)
+        values.append(encoded.value)
         end_ids |= encoded.end_ids
     lengths = np.array([len(each) for each in tokens[1:]], np.int64)
     joined = np.concatenate(tokens), np.concatenate(trained)
     where = np.array(places, np.int64), np.array(splits, np.int64)
-    return EncodedConversations(*joined, lengths, *where, end_ids, problems)
+    return EncodedConversations(*joined, lengths, *where, np.array(values, np.float32), end_ids, problems)
 
 
 def _raise_problems(problems: Sequence[Problem], slices: Sequence[InputSlice], total: int) -> None:

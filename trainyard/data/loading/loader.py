@@ -113,7 +113,8 @@ class BatchLoader:
 
     def _collate(self, indices: NDArray[np.int64], sample_ids: NDArray[np.int64]) -> Batch:
         arrays = {**self.dataset.samples(indices), "sample_ids": sample_ids}
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(array, np.int32)) for name, array in arrays.items()}
+        dtypes = {name: np.float32 if array.dtype == np.float32 else np.int32 for name, array in arrays.items()}
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array, dtypes[name])) for name, array in arrays.items()}
         return cast(Batch, tensors)
 
 

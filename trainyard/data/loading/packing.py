@@ -7,7 +7,8 @@ lengths alone; the loader shuffles packs like any other samples.
 
 import hashlib
 from bisect import bisect_left, insort
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.loading.dataset import Dataset, Indices
 from trainyard.data.samples import Sample, document_ids
+
+ReadDocument = Callable[[int], tuple[NDArray[np.int32], NDArray[np.bool_]]]
 
 
 class Documents(Protocol):
@@ -37,6 +40,9 @@ class Pairs(Documents, Protocol):
 
     def split(self, index: int) -> int:
         """Where the second begins."""
+
+    def value(self, index: int) -> float:
+        """By how much the reward of the chosen answer shall be larger."""
 
 
 def document_samples(documents: Documents, data: DataSection, pad_token: int) -> Dataset:
@@ -64,15 +70,19 @@ class PaddedSamples:
     def source(self, index: int) -> str:
         return self.documents.source(index)
 
-    def _place(self, rows: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
-        """Tokens, labels, and where documents start, of samples that hold these documents from left to right."""
+    def _place(
+        self, rows: list[list[int]], read: ReadDocument | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
+        """Tokens, labels, and where documents start, of samples that hold these documents from left to right. `read`
+        returns a document, or another one in its place."""
+        read = read or self.documents.document
         shape = (len(rows), self.seq_len)
         tokens, labels = np.full(shape, self.pad_token, np.int32), np.full(shape, IGNORE_INDEX, np.int32)
         starts = np.zeros(shape, np.bool_)
         for row, documents in enumerate(rows):
             start = 0
             for index in documents:
-                document, trained = self.documents.document(index)
+                document, trained = read(index)
                 end = start + len(document)
                 tokens[row, start:end] = document
                 # The last token of a document has no label: the next one is another document's.
@@ -110,9 +120,10 @@ class PackedSamples(PaddedSamples):
 class PairSamples(PackedSamples):
     """Pairs of answers, which see only their prompts: one pair per sample, or as many as fit."""
 
-    def __init__(self, pairs: Pairs, seq_len: int, pad_token: int, packing: bool) -> None:
+    def __init__(self, pairs: Pairs, seq_len: int, pad_token: int, packing: bool, ends: bool = False) -> None:
+        """`ends`: labels are at the last token of each answer, for a score, and samples have margins."""
         super().__init__(pairs, seq_len, pad_token)
-        self.pairs = pairs
+        self.pairs, self.ends = pairs, ends
         if not packing:
             self.order, self.bounds = np.arange(len(pairs.lengths)), np.arange(len(pairs.lengths) + 1)
             self.lengths = pairs.lengths
@@ -123,21 +134,35 @@ class PairSamples(PackedSamples):
         rows = [self.documents_of(index) for index in indices.tolist()]
         tokens, labels, starts = self._place(rows)
         keys = np.zeros((len(rows), 2 * self.most), np.int32)
+        margins = np.zeros((len(rows), self.most), np.float32)
+        is_end = np.zeros(tokens.shape, np.bool_)
         for row, pairs in enumerate(rows):
             start = 0
             for place, index in enumerate(pairs):
-                starts[row, start + self.pairs.split(index)] = True
+                second, end = start + self.pairs.split(index), start + int(self.pairs.lengths[index])
+                starts[row, second] = is_end[row, second - 1] = is_end[row, end - 1] = True
                 keys[row, 2 * place : 2 * place + 2] = self._key(index)
-                start += int(self.pairs.lengths[index])
-        return {"tokens": tokens, "labels": labels, **document_ids(starts), "pair_keys": keys}
+                margins[row, place] = self.pairs.value(index)
+                start = end
+        sample = {"tokens": tokens, "labels": labels, **document_ids(starts), "pair_keys": keys}
+        return sample | at_ends(is_end, margins) if self.ends else sample
 
     def _key(self, index: int) -> NDArray[np.int32]:
         """Two words that depend on all that decides about the scores of a pair, except for the model: its tokens, and
         which of them are answers."""
         tokens, trained = self.pairs.document(index)
-        split = str(self.pairs.split(index)).encode()
-        digest = hashlib.blake2b(tokens.tobytes() + trained.tobytes(), key=split, digest_size=8).digest()
-        return np.frombuffer(digest, np.int32)
+        return content_key(self.pairs.split(index), tokens, trained)
+
+
+def content_key(split: int, *content: NDArray[Any]) -> NDArray[np.int32]:
+    """Two words that depend on these arrays, and on where the first one has its second part."""
+    joined = b"".join(each.tobytes() for each in content)
+    return np.frombuffer(hashlib.blake2b(joined, key=str(split).encode(), digest_size=8).digest(), np.int32)
+
+
+def at_ends(is_end: NDArray[np.bool_], margins: NDArray[np.float32]) -> Sample:
+    """The fields of pairs whose scores are those of the last tokens of answers."""
+    return {"labels": np.where(is_end, 0, IGNORE_INDEX).astype(np.int32), "margins": margins}
 
 
 def pack(lengths: NDArray[np.int32], seq_len: int) -> tuple[Indices, Indices]:

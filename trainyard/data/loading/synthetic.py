@@ -10,6 +10,8 @@ from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.counter_rng import element_bits, key32, key64, row_seeds
 from trainyard.core.errors import UserError
+from trainyard.data.loading.answers import answer_fields
+from trainyard.data.loading.packing import at_ends
 from trainyard.data.samples import Sample, document_ids
 
 CLS, SEP, MASK, FIRST_WORD_ID = 1, 2, 3, 4
@@ -50,6 +52,11 @@ class SyntheticTokens:
 class SyntheticPairs(SyntheticTokens):
     """Samples of two answers, each half a sample long."""
 
+    def __init__(self, data: DataSection, vocab_size: int, seed: int, ends: bool = False) -> None:
+        """`ends` is that of PairSamples."""
+        super().__init__(data, vocab_size, seed)
+        self.ends = ends
+
     def samples(self, indices: NDArray[np.int64]) -> Sample:
         sample = super().samples(indices)
         starts, middle = np.zeros(sample["tokens"].shape, np.bool_), self.seq_len // 2
@@ -57,7 +64,27 @@ class SyntheticPairs(SyntheticTokens):
         labels = sample["labels"].copy()
         labels[:, [0, middle - 1]] = IGNORE_INDEX  # a prompt of one token, and the last token of the first answer
         keys = np.stack((indices + 1, indices + 1), 1).astype(np.int32)
-        return {**sample, "labels": labels, **document_ids(starts), "pair_keys": keys}
+        sample = {**sample, "labels": labels, **document_ids(starts), "pair_keys": keys}
+        is_end = np.roll(starts, -1, 1)
+        is_end[:, -1] = True
+        return sample | at_ends(is_end, np.zeros((len(keys), 1), np.float32)) if self.ends else sample
+
+
+class SyntheticAnswers(SyntheticTokens):
+    """Samples of one answer after a prompt of one token. The answer to another prompt is that of the next sample."""
+
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
+        starts = np.zeros((len(indices), self.seq_len), np.bool_)
+        own, other = super().samples(indices), super().samples(indices + 1)
+        prompt = own["tokens"][:, :1]
+        mismatch = np.concatenate((prompt, other["tokens"][:, 1:]), 1)
+        mismatch_fields = answer_fields(mismatch, other["labels"], starts, 1)
+        return {
+            **answer_fields(own["tokens"], own["labels"], starts, 0),
+            **{f"kl_{name}": field for name, field in mismatch_fields.items()},
+            "pair_keys": np.stack((indices + 1, indices + 1), 1).astype(np.int32),
+            "answer_labels": (indices % 2)[:, None].astype(np.int32),
+        }
 
 
 class SyntheticSentencePairs:

@@ -31,12 +31,12 @@ class ChatSource(DataSource):
         return document_samples(self.documents(config, paths, remote), config.data, PAD_TOKEN), None
 
     def documents(
-        self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
+        self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None", apart: bool = False
     ) -> "ConversationSamples":
         from trainyard.data.loading.conversation_samples import open_conversations
 
         return open_conversations(
-            self.tokenized_data(config), paths, remote, config.model.vocab, config.model.new_tokens
+            self.tokenized_data(config), paths, remote, config.model.vocab, config.model.new_tokens, apart
         )
 
     def tokenized_data(self, config: "Config") -> "DataSection":

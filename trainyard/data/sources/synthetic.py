@@ -19,14 +19,22 @@ class SyntheticSource(DataSource):
     def open(
         self, config: "Config", paths: tuple[str, ...], remote: "RemoteFiles | None"
     ) -> "tuple[Dataset, Dataset | None]":
+        from trainyard.config.preference_schema import sample_kind
         from trainyard.config.registries import OBJECTIVES
-        from trainyard.data.loading.synthetic import SyntheticPairs, SyntheticSentencePairs, SyntheticTokens
+        from trainyard.data.loading.synthetic import (
+            SyntheticAnswers,
+            SyntheticPairs,
+            SyntheticSentencePairs,
+            SyntheticTokens,
+        )
         from trainyard.families import family_of
 
+        arguments = config.data, config.model.vocab, config.train.seed
         if config.train.objective and OBJECTIVES.find(config.train.objective).samples == "pairs":
-            return SyntheticPairs(config.data, config.model.vocab, config.train.seed), None
+            kind = sample_kind(config)
+            return SyntheticAnswers(*arguments) if kind.unpaired else SyntheticPairs(*arguments, kind.scores_ends), None
         samples = SyntheticTokens if family_of(config.model).is_causal else SyntheticSentencePairs
-        return samples(config.data, config.model.vocab, config.train.seed), None
+        return samples(*arguments), None
 
     def files(self, data: "DataSection", remote: "RemoteFiles | None") -> "list[DataPath]":
         return []

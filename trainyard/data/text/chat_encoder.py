@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Fast
 
 from trainyard.core.errors import UserError
 from trainyard.data.formats.conversations import Conversation, read_conversation
-from trainyard.data.formats.preferences import read_preference
+from trainyard.data.formats.preferences import LabeledAnswer, read_preference
 from trainyard.data.text.chat_template import ChatTemplate
 from trainyard.data.text.tokenizer import TokenizerSpec, add_new_tokens, model_tokenizer_files
 from trainyard.data.text.trained_spans import SpecialTokens, TrainedText, trained_roles, trained_text
@@ -31,7 +31,8 @@ class ChatSpec(NamedTuple):
     train_on: tuple[str, ...]
     format: str
     pairs: bool = False
-    """Records are preferences: a document is the chosen answer with its prompt, and then the rejected one."""
+    """Records are preferences: a document is the chosen answer with its prompt, and then the rejected one, or a single
+    answer with its prompt."""
 
 
 class EncodedConversation(NamedTuple):
@@ -42,6 +43,8 @@ class EncodedConversation(NamedTuple):
     """The tokens that end its trained answers."""
     split: int = 0
     """Where the second conversation of a pair begins."""
+    value: float = 0.0
+    """What the record says of a pair, its margin; of a single answer, 1 if it is good."""
 
 
 class ChatEncoder:
@@ -78,13 +81,16 @@ class ChatEncoder:
         """Raises UserError with the reason if the record cannot be trained on."""
         if not self.spec.pairs:
             return self.encode(read_conversation(record, self.spec.format))
-        chosen, rejected = map(self.encode, read_preference(record))
+        pair = read_preference(record)
+        if isinstance(pair, LabeledAnswer):
+            return self.encode(pair.answer)._replace(value=float(pair.is_good))
+        chosen, rejected = self.encode(pair.chosen), self.encode(pair.rejected)
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise UserError("chosen and rejected are the same")
         tokens = np.concatenate((chosen.tokens, rejected.tokens))
         trained = np.concatenate((chosen.trained, rejected.trained))
         trained[len(chosen.tokens)] = False  # the first token of an answer without a prompt follows nothing
-        return EncodedConversation(tokens, trained, chosen.end_ids, len(chosen.tokens))
+        return EncodedConversation(tokens, trained, chosen.end_ids, len(chosen.tokens), pair.margin)
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
         """Raises UserError with the reason if the conversation cannot be trained on."""

@@ -14,7 +14,7 @@ from pydantic import Field, Strict, model_validator
 from trainyard.core.errors import UserError
 from trainyard.core.section import ONE_OR_MORE, PositiveInt, Section
 from trainyard.core.user_code import nearest_name
-from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.families.blueprint import SCORE_HEAD, Blueprint, FusedPart, ParamSpec
 from trainyard.families.linear_wrapper import LinearWrapper
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
@@ -150,7 +150,7 @@ class Lora(LinearWrapper):
 
         def rows() -> Iterator[ParamSpec]:
             for spec in adapted.specs:
-                is_frozen = spec in own and parameter_group(spec) not in options.train
+                is_frozen = spec in own and parameter_group(spec) not in (*options.train, "score")
                 # A frozen router keeps its bias, too.
                 yield replace(spec, trained=False, load_step=0.0, storage=storage(spec)) if is_frozen else spec
 
@@ -223,7 +223,10 @@ def layer_name(part: FusedPart) -> str:
 
 
 def parameter_group(spec: ParamSpec) -> str:
-    """What `lora.train` calls a parameter: embedding, head or norms; empty for all others."""
+    """What `lora.train` calls a parameter: embedding, head or norms; empty for all others. The head of a reward model,
+    which is new, is always trained: `score`."""
+    if spec.name == SCORE_HEAD:
+        return "score"
     if any(word.endswith("norm") for word in spec.name.split(".")):
         return "norms"
     if "*" in spec.name:

@@ -24,6 +24,7 @@ from trainyard.core.atomic_files import atomic_directory, atomic_file
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.tensor_slice import TensorIndex
+from trainyard.families.registry import hf_names
 from trainyard.formats import hf
 from trainyard.formats.dcp.metadata import METADATA_FILE, read_dcp_tensors
 from trainyard.formats.format import CheckpointFormat, FormatWriter, WriteOptions
@@ -52,7 +53,7 @@ def dcp_tensors(model: models.ModelConfig, names: DcpNames) -> tuple[StoredTenso
     if names == "hf":
         tensors = hf.stored_tensors(model)
         by_name = {stored.name: stored for stored in tensors}
-        tied = models.family_of(model).hf.names(model).tied
+        tied = hf_names(model).tied
         return *tensors, *(rename(by_name[original], copy) for copy, original in tied.items())
     table = models.family_of(model).torchtitan_names
     if table is None:

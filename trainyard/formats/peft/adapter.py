@@ -21,6 +21,7 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import name_pattern
 from trainyard.families.linear_wrapper import LinearSection
 from trainyard.families.linear_wrappers.lora import ALL_LINEAR, EXPERTS, LoraKeys, parameter_group, parts_of
+from trainyard.families.registry import hf_names
 from trainyard.formats.hf import stored_tensors
 from trainyard.formats.io.lazy_tensor import LazyTensor
 from trainyard.formats.io.safetensors_reader import open_safetensors
@@ -79,7 +80,7 @@ def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
     """What the folder of an adapter of `model` holds."""
     if lora_options(model) is None:
         raise UserError("--to peft: the model has no LoRA adapter; nearest: --to hf")
-    blueprint, hf = models.blueprint_of(model), models.family_of(model).hf
+    blueprint = models.blueprint_of(model)
     hf_of = {piece.name: stored for stored in stored_tensors(with_lora(model, None)) for piece in stored.slices}
     trained = {
         piece.name
@@ -107,7 +108,7 @@ def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
             trained_modules.add(hf_of[name].name.rpartition(".")[0])
             by_name[PREFIX + hf_of[name].name] = [StoredTensor(PREFIX + hf_of[name].name, 0, (piece,))]
     is_tied = False
-    for copy, original in hf.names(model).tied.items():
+    for copy, original in hf_names(model).tied.items():
         if PREFIX + original in by_name:
             (stored_original,) = by_name[PREFIX + original]
             by_name[PREFIX + copy] = [StoredTensor(PREFIX + copy, 0, stored_original.slices)]
@@ -199,7 +200,7 @@ class Adapter:
 
     def _check_tied_head(self, model: models.ModelConfig) -> None:
         """Refuse a head and an embedding of different values where the model has one matrix for both."""
-        for copy, original in models.family_of(model).hf.names(model).tied.items():
+        for copy, original in hf_names(model).tied.items():
             pair = [self.tensors.get(PREFIX + name) for name in (copy, original)]
             if pair == [None, None]:
                 continue

@@ -103,7 +103,7 @@ def _configuration(weights: WeightSource, found: AdapterTensors, base: str | Non
         ensure_weight_tying=found.is_tied,
         fan_in_fan_out=found.is_transposed,
         target_parameters=TARGETS if EXPERTS in options.targets else None,
-        task_type="CAUSAL_LM" if models.family_of(model).is_causal else None,
+        task_type="SEQ_CLS" if model.score_head else "CAUSAL_LM" if models.family_of(model).is_causal else None,
     )
 
 

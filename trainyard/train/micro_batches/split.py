@@ -13,6 +13,8 @@ PACKED_LENGTH_MULTIPLE = 512
 """The length of a micro batch without padding is a multiple of this."""
 TOKEN_FIELDS = ("tokens", "segment_ids", "attention_mask", "position_ids", "document_ids")
 """Batch fields with a value per token. `labels` is one too, unless `masked_positions` locates them."""
+SAMPLE_FIELDS = ("sample_ids", "pair_keys", "margins", "answer_labels")
+"""Batch fields of samples, which context-parallel ranks do not split."""
 
 
 def rank_samples(global_batch: int, ranks: int, rank: int) -> slice:
@@ -28,6 +30,7 @@ def context_parallel_shard(batch: Batch, size: int, rank: int) -> Batch:
         return batch
     chunk = batch["tokens"].shape[1] // (2 * size)
     names = TOKEN_FIELDS if "masked_positions" in batch else (*TOKEN_FIELDS, "labels")
+    names = (*names, *(f"kl_{name}" for name in names))
     tensors, out = batch_tensors(batch), dict(batch_tensors(batch))
     for name in names:
         if name in tensors:
@@ -50,11 +53,12 @@ def context_parallel_shard(batch: Batch, size: int, rank: int) -> Batch:
 def count_documents(batch: Batch, micro_batch: int) -> int:
     """The number of documents that no `micro_batch` samples exceed, a power of two so that few graphs depend on it; 0
     if there are none, or if the batch is not in host memory."""
-    documents = batch.get("document_ids")
-    if documents is None or type(documents) is not Tensor or not documents.is_cpu:
+    tensors = batch_tensors(batch)
+    fields = [tensors[name] for name in ("document_ids", "kl_document_ids") if name in tensors]
+    if not fields or any(type(each) is not Tensor or not each.is_cpu for each in fields):
         return 0
-    counts = (documents[:, 1:] != documents[:, :-1]).sum(1) + 1
-    most = max(int(counts[first : first + micro_batch].sum()) for first in range(0, len(counts), micro_batch))
+    counts = torch.stack([(each[:, 1:] != each[:, :-1]).sum(1) + 1 for each in fields])
+    most = max(int(part.sum(1).max()) for part in torch.split(counts, micro_batch, 1))
     return 1 << (most - 1).bit_length()
 
 

@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping
 from math import log
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from trainyard.train.loss import HeadLoss
 from trainyard.train.pair_loss import PairLoss, PairScores
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from trainyard.config.preference_schema import PreferenceSection
 
 
 def losses_of_rewards(scores: PairScores, chosen: "Tensor", rejected: "Tensor", options: Mapping[str, Any]) -> "Tensor":
@@ -62,7 +65,16 @@ OF_MEANS = ("sigmoid_norm", "ipo")
 class Dpo(PairLoss):
     needs_reference = True
     variants = tuple(VARIANTS)
-    defaults: ClassVar[dict[str, Any]] = {"beta": 0.1, "variant": "sigmoid", "label_smoothing": 0.0}
+    defaults: ClassVar[dict[str, Any]] = {
+        "beta": 0.1,
+        "variant": "sigmoid",
+        "label_smoothing": 0.0,
+        "reference_free": False,
+    }
+
+    def __init__(self, head_loss: HeadLoss | None, options: "PreferenceSection") -> None:
+        super().__init__(head_loss, options)
+        self.needs_reference = not self.options["reference_free"]
 
     @classmethod
     def check(cls, given: Mapping[str, Any]) -> None:
