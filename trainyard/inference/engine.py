@@ -213,8 +213,7 @@ class Engine:
         self.tokens[index], self.lengths[index], self.is_active[index] = chosen, lengths, 1
         if needs.penalized and self.sampler.penalties:
             self.sampler.penalties.counts[index, chosen] += 1
-        results = [chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if needs.logprobs else ())]
-        return start_reading(self.device, results)
+        return start_reading(self.device, [chosen, *(self._logprobs(logits, chosen) if needs.logprobs else ())])
 
     @torch.inference_mode()
     def decode(self, rows: int, longest: int, needs: StepNeeds) -> PendingTokens:
@@ -259,7 +258,10 @@ class Engine:
         if needs.penalized and self.sampler.penalties:
             counts = self.sampler.penalties.counts[: variant.rows]
             counts.scatter_add_(1, chosen.long()[:, None], is_active[:, None])
-        return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if needs.logprobs else ())]
+        return [chosen, *(self._logprobs(logits, chosen) if needs.logprobs else ())]
+
+    def _logprobs(self, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return token_logprobs(self.kernels.log_softmax(logits.float()), chosen, MAX_LOGPROBS)
 
     def _decode_logits(self, tokens: Tensor, lengths: Tensor, visible: int) -> Tensor:
         self.state.decoding, self.state.visible = True, visible

@@ -179,9 +179,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probability [N] of `tokens` [N] under `logits` [N, V], and the ids and log probabilities [N, num_top] of the
-    most likely tokens, in descending order."""
-    logprobs = logits.log_softmax(1)
+def token_logprobs(logprobs: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probability [N] of `tokens` [N], whose rows have the log probabilities `logprobs` [N, V], and the ids and log
+    probabilities [N, num_top] of the most likely tokens, in descending order."""
     top = logprobs.topk(num_top, 1)
     return logprobs.gather(1, tokens.long()[:, None])[:, 0], top.indices.int(), top.values
