@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {"vocab": 301, "hidden": 96, "layers": 2, "max_positions
 MODELS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(family="llama", **SIZES, heads=12, kv_heads=4, ffn=172),
     "qwen3": Qwen3Config(family="qwen3", **SIZES, heads=6, kv_heads=2, head_dim=20, ffn=200, fuse_qkv=False),
-    "mistral": MistralConfig(family="mistral", **SIZES, heads=6, kv_heads=3, ffn=100, window=40),
+    "mistral": MistralConfig(family="mistral", **SIZES, heads=6, kv_heads=3, ffn=100, sliding_window=40),
     "gpt": GptConfig(family="gpt", **SIZES, heads=4, activation="gelu_tanh"),
 }
 LENGTHS = (70, 3, 131, 64, 1, 90, 17, 65)
@@ -103,15 +103,14 @@ def losses_of(
 
 
 @pairwise(model=MODELS, dtype=DTYPES)
-def test_bits_depend_on_no_neighbour(model: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, kind = MODELS[model], DTYPES[dtype]
-    expected = sample(config, kind, 1, [*range(8)])
+def test_bits_depend_on_no_neighbour(model: ModelConfig, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = sample(model, dtype, 1, [*range(8)])
     for slots, order in ((3, [*range(8)]), (8, [5, 2, 0, 7, 1, 6, 3, 4])):
-        assert sample(config, kind, slots, order) == expected
+        assert sample(model, dtype, slots, order) == expected
     monkeypatch.setattr(scheduler_module, "PREFILL_CHUNK", 32)
-    assert sample(config, kind, 4, [*range(8)]) == expected
+    assert sample(model, dtype, 4, [*range(8)]) == expected
     for rows in ([*range(8)], [2], [6, 0, 4]):
-        assert step_logprobs(config, kind, expected, rows) == [expected[row][1] for row in rows]
+        assert step_logprobs(model, dtype, expected, rows) == [expected[row][1] for row in rows]
 
 
 def test_other_kernels_differ() -> None:
