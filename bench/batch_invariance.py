@@ -9,6 +9,7 @@ the fraction of tokens whose bits differ, and the largest difference. On a CPU, 
 """
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -157,6 +158,7 @@ def main() -> None:
         print(batch, results["decode"][str(batch)], flush=True)
     weights.clear()
     for name, invariant in (("default", False), ("batch_invariant", True)):
+        gc.collect()  # the first trainer
         if GPU:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.pairwise import pairwise
-from trainyard import devices
+from tests.support.configs import tiny_config
+from tests.support.pairwise import each_value
+from trainyard import Trainer, devices
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.families.builtin.gpt import GptConfig
 from trainyard.families.builtin.llama import LlamaConfig
@@ -102,7 +103,7 @@ def losses_of(
     return model, head_loss(model(batch), labels, per_token=True)  # type: ignore[call-arg]
 
 
-@pairwise(model=MODELS, dtype=DTYPES)
+@each_value(model=MODELS, dtype=DTYPES)
 def test_bits_depend_on_no_neighbour(model: ModelConfig, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sample(model, dtype, 1, [*range(8)])
     for slots, order in ((3, [*range(8)]), (8, [5, 2, 0, 7, 1, 6, 3, 4])):
@@ -132,6 +133,18 @@ def test_gradients_are_those_of_other_kernels(name: str) -> None:
     for key, gradient in found[0].items():
         expected = found[1][key]
         assert (gradient - expected).norm() <= 1e-5 * expected.norm(), key
+
+
+def test_a_run_has_the_losses_of_one_without() -> None:
+    losses = []
+    for invariant in (True, False):
+        section = {"name": "auto", "batch_invariant": invariant}
+        trainer = Trainer(tiny_config(device=section, recompute={"kind": "selective", "modules": ["mlp", "norm"]}))
+        assert trainer.context.kernels.is_batch_invariant == invariant
+        batches = [trainer.loader.batch(step, trainer.batch_slice) for step in range(4)]
+        losses.append([float(trainer.train_step(batch, i + 1, 1e-2).loss) for i, batch in enumerate(batches)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][3] != losses[0][0]
 
 
 def test_documents_are_as_if_alone() -> None:

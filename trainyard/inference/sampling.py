@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.counter_rng import element_bits, mix64, right_shift, row_seeds
@@ -157,7 +158,9 @@ def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     descending = logits.sort(1, descending=True).values
     k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()[:, None]
     kth = descending.gather(1, k - 1)
-    probabilities = torch.where(descending >= kth, descending, -torch.inf).softmax(1)
+    # Rows of a multiple of 16 bytes: on a GPU, a row that begins elsewhere is summed in another order.
+    rows = F.pad(torch.where(descending >= kth, descending, -torch.inf), (0, -vocab % 4), value=-torch.inf)
+    probabilities = rows.softmax(1)[:, :vocab]
     # Integers, because a sum of floats depends on its order, and torch has no deterministic cumsum of them on GPUs.
     units = (probabilities * FIXED_POINT).long()
     before = units.cumsum(1) - units  # mass of the more likely tokens

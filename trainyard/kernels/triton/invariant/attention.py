@@ -1,6 +1,6 @@
 """Causal attention in which a query has the same bits as the only one of a decode step and as one of a long sequence.
 
-A program takes `BLOCK_M` queries of one kv head, those of all its heads, and every query goes over the keys of its
+A program takes a block of queries of one kv head, those of all its heads, and every query goes over the keys of its
 document in the same blocks, in order. A block without a key that a query sees changes nothing in it, so the blocks that
 a program visits may depend on its other queries.
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from trainyard.kernels.triton.attention.tiles import LOG2_E, dot
 from trainyard.kernels.triton.language import tl, triton
 
-BLOCK_M, BLOCK_S = 64, 64
+BLOCK = {torch.float32: 32}
+"""Queries and keys of a block; 64 in half precision, which matrix instructions multiply."""
 NO_DOCUMENT = tl.constexpr(2**30)
 
 
@@ -82,10 +83,11 @@ def attention(
     out_BTHK = q_BHTK.new_empty(B, T, H, K)
     starts = first_B if documents_BT is None else document_starts(documents_BT)
     strides = (stride for x in (q_BHTK, k_BGSK, v_BGSK) for stride in x.stride()[:3])
-    _attention_kernel[(triton.cdiv(T * H // G, BLOCK_M), G, B)](
+    block = BLOCK.get(q_BHTK.dtype, 64)
+    _attention_kernel[(triton.cdiv(T * H // G, block), G, B)](
         q_BHTK, k_BGSK, v_BGSK, out_BTHK, first_B, starts, T, S, K**-0.5 * LOG2_E.value, window or 0, *strides,
         G=G, R=H // G, HEAD_DIM=K, HAS_DOCUMENTS=documents_BT is not None, HAS_WINDOW=window is not None,
-        BLOCK_M=BLOCK_M, BLOCK_S=BLOCK_S, BLOCK_K=max(16, triton.next_power_of_2(K)), num_warps=4, num_stages=2,
+        BLOCK_M=block, BLOCK_S=block, BLOCK_K=max(16, triton.next_power_of_2(K)), num_warps=4, num_stages=2,
     )  # fmt: skip
     return out_BTHK.transpose(1, 2)
 
