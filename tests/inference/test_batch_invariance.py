@@ -30,12 +30,12 @@ DEVICE = devices.select("auto")
 HANDLE = DEVICE.torch_device
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES: dict[str, Any] = {"vocab": 301, "hidden": 96, "layers": 2, "max_positions": 256, "init_std": 0.2}
-# Rows of 100 and 172 numbers do not fill vector registers; a window is shorter than the sequences.
+# Rows of 203 numbers do not fill vector registers; a window is shorter than the sequences.
 MODELS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(family="llama", **SIZES, heads=12, kv_heads=4, ffn=172),
     "qwen3": Qwen3Config(family="qwen3", **SIZES, heads=6, kv_heads=2, head_dim=20, ffn=200, fuse_qkv=False),
     "mistral": MistralConfig(family="mistral", **SIZES, heads=6, kv_heads=3, ffn=100, sliding_window=40),
-    "gpt": GptConfig(family="gpt", **SIZES, heads=4, activation="gelu_tanh"),
+    "gpt": GptConfig(family="gpt", **SIZES, heads=4, ffn=203, activation="gelu_tanh"),
 }
 LENGTHS = (70, 3, 131, 64, 1, 90, 17, 65)
 NEW_TOKENS = 8
