@@ -45,10 +45,10 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 5040,
+    "cli": 5060,
     "cluster": 2200,
     "compat": 480,
-    "config": 1500,
+    "config": 1540,
     "core": 930,
     "dashboard": 1300,
     "data": 3950,
@@ -57,21 +57,21 @@ BUDGETS = {
     "families": 1410,
     "formats": 4200,
     "importers": 2170,
-    "inference": 2650,
-    "kernels": 3100,
+    "inference": 2670,
+    "kernels": 3390,
     "launch": 550,
     "metrics": 1610,
-    "models": 1290,
+    "models": 1300,
     "parallel": 1570,
     "preflight": 4220,
     "prepare": 2200,
     "remote": 2900,
     "run": 2811,
-    "train": 2820,
+    "train": 2850,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 19_100
+SPINE_BUDGET = 19_480
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -130,13 +130,13 @@ class InvariantLinear(torch.autograd.Function):
 def linear_by_rows(x_MD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, `LINEAR_ROWS` rows at a time."""
     rows = x_MD.shape[0]
-    blocks = pad_dim(x_MD, LINEAR_ROWS, 0).contiguous().split(LINEAR_ROWS)
+    blocks = torch.split(pad_dim(x_MD, LINEAR_ROWS, 0).contiguous(), LINEAR_ROWS)
     return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A function of single elements, `ELEMENTS` of them at a time."""
-    blocks = pad_dim(x.reshape(-1), ELEMENTS, 0).split(ELEMENTS)
+    blocks = torch.split(pad_dim(x.reshape(-1), ELEMENTS, 0), ELEMENTS)
     return torch.cat([function(block) for block in blocks])[: x.numel()].view(x.shape)
 
 

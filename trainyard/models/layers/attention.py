@@ -79,12 +79,14 @@ class CoreAttention(Recomputable):
     ) -> Tensor:
         """A query sees only keys of its own document. Without a causal mask, document 0 is padding."""
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
-        attend = partial(self._attend, documents_BT=documents_BT, seeds=seeds)
         if not self.kernels.is_batch_invariant:
-            return attend(q_BHTK, k_BGTK, v_BGTK)
+            return self._attend(q_BHTK, k_BGTK, v_BGTK, documents_BT, seeds)
         first_B = torch.zeros(len(q_BHTK), dtype=torch.int32, device=q_BHTK.device)
-        masks = {"first_B": first_B, "documents_BT": documents_BT, "window": self.window}
-        return with_gradients_of(attend, partial(self.kernels.attention, **masks), q_BHTK, k_BGTK, v_BGTK)
+        return with_gradients_of(
+            partial(self._attend, documents_BT=documents_BT, seeds=seeds),
+            partial(self.kernels.attention, first_B=first_B, documents_BT=documents_BT, window=self.window),
+            *(q_BHTK, k_BGTK, v_BGTK),
+        )
 
     def _attend(
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents_BT: Tensor | None, seeds: RowSeeds | None
