@@ -40,9 +40,9 @@ class Kernels:
     is_batch_invariant = False
     """True if the result for a sequence has the same bits whatever else is in the batch, decoded token by token or
     computed at once. `attention` exists then."""
-    attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
-    """(q, k, v, position of the first query of each sample, documents, window) -> causal attention, [B, H, T, K], over
-    keys [B, G, S, K] from position 0 on."""
+    attention: Callable[..., Tensor]
+    """(q, k, v, first_B, documents_BT, window) -> causal attention [B, H, T, K] of queries from position first_B on
+    over keys [B, G, S, K] from position 0 on."""
 
     has_decode_attention = False
     """True if `decode_attention` reads only what each row needs, so that one static shape serves all lengths."""
