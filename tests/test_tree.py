@@ -45,10 +45,10 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 5075,
+    "cli": 5085,
     "cluster": 2200,
     "compat": 480,
-    "config": 1600,
+    "config": 1635,
     "core": 940,
     "dashboard": 1350,
     "data": 4285,
@@ -57,21 +57,21 @@ BUDGETS = {
     "families": 1445,
     "formats": 4205,
     "importers": 2170,
-    "inference": 2700,
-    "kernels": 3100,
+    "inference": 2715,
+    "kernels": 3390,
     "launch": 550,
     "metrics": 1625,
-    "models": 1295,
+    "models": 1305,
     "parallel": 1570,
     "preflight": 4230,
     "prepare": 2200,
     "remote": 2900,
     "run": 3370,
-    "train": 3085,
+    "train": 3115,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 20_400
+SPINE_BUDGET = 20_800
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -118,6 +118,12 @@ def test_long_prompts_in_chunks(llama: tuple[Path, Any], monkeypatch: pytest.Mon
     assert run_prompts(load(llama[0]), prompts) == [expected_tokens(llama[1], prompt) for prompt in prompts]
 
 
+def test_batch_invariant_tokens_equal_those_of_transformers(llama: tuple[Path, Any]) -> None:
+    prompts = random_prompts(*LENGTHS)
+    expected = [expected_tokens(llama[1], prompt) for prompt in prompts]
+    assert run_prompts(load(llama[0], batch_invariant=True), prompts) == expected
+
+
 @pytest.mark.parametrize("num_logprobs", [None, 2])
 def test_captured_steps_give_the_same_tokens(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, num_logprobs: int | None

@@ -165,7 +165,7 @@ def test_compiles_to_one_graph() -> None:
 
 def test_logprobs_of_tokens_and_of_the_most_likely_ones() -> None:
     logits, tokens = random_logits(3, 20), torch.tensor([4, 0, 19], dtype=torch.int32)
-    logprob, ids, top = token_logprobs(logits, tokens, 5)
+    logprob, ids, top = token_logprobs(logits.log_softmax(1), tokens, 5)
     expected = torch.log(logits.softmax(1))
     torch.testing.assert_close(logprob, expected[range(3), tokens])
     assert torch.equal(ids.long(), expected.argsort(1, descending=True)[:, :5])

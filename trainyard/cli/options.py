@@ -79,6 +79,9 @@ InferenceDtype = Annotated[
 Fp8Weights = Annotated[
     bool, Option("--fp8-weights", help="Keep weight matrices in fp8: half the memory, results differ slightly.")
 ]
+BatchInvariant = Annotated[
+    bool, Option("--batch-invariant", help="The same bits for a prompt whatever else is in the batch; slower.")
+]
 MaxSeqLen = Annotated[
     int | None, Option("--max-seq-len", min=2, help="Longest prompt plus new tokens. Default: the model's limit.")
 ]

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, SerializeAsAny, Strict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from trainyard.config.batch_invariance import check_batch_invariance
 from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.data_schema import DataSection
 from trainyard.config.layout_schema import LayoutSection
@@ -256,6 +257,9 @@ class DeviceSection(Section):
     """Trainium: physical cores per logical core, which is a rank. Default: 1 on trn1, 2 on trn2 and trn3."""
     deterministic: bool = False
     """Use only deterministic kernels (slower on a GPU; a CPU is always deterministic)."""
+    batch_invariant: bool = False
+    """Give a sequence the same bits whatever else is in the batch, in training and in generation, whose
+    log-probabilities are then equal (slower). Replaces the kernels of the key above."""
 
     @field_validator("attention")
     @classmethod
@@ -402,4 +406,5 @@ class Config(Section):
                 f"schedule.min_lr={self.schedule.min_lr:g}: above optimizer.lr={self.optimizer.lr:g}; "
                 f"nearest: {self.optimizer.lr:g}"
             )
+        check_batch_invariance(self)
         return self

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.profiler import ProfilerActivity
 
+from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.kind import DeviceKind
 from trainyard.devices.stopwatch import HostStopwatch, Stopwatch
@@ -194,6 +195,10 @@ class Device(ABC):
     def decode_kernels(self, fused: bool = True) -> Kernels:
         """Kernels for models that compute one token of each sequence at a time."""
         return self.kernels(fused)
+
+    def batch_invariant_kernels(self) -> Kernels:
+        """Kernels with which a sequence gets the same bits whatever else is in the batch, for training and decoding."""
+        raise UserError(f"device.batch_invariant=true: {self.kind.label} has no such kernels; nearest: false")
 
     @contextmanager
     def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:

@@ -15,6 +15,7 @@ from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import Device, PeakThroughput
 from trainyard.devices.builtin.cpu import DEVICE
 from trainyard.kernels import bf16_cpu
+from trainyard.kernels.batch_invariant import BatchInvariantKernels
 from trainyard.kernels.cpu_decode import CpuDecodeKernels
 from trainyard.kernels.reference import Kernels
 
@@ -45,6 +46,9 @@ class CpuDevice(Device):
 
     def decode_kernels(self, fused: bool = True) -> Kernels:
         return CpuDecodeKernels() if fused else Kernels()
+
+    def batch_invariant_kernels(self) -> Kernels:
+        return BatchInvariantKernels()
 
     def describe(self) -> str:
         threads = torch.get_num_threads()

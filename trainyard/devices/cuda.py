@@ -146,6 +146,13 @@ class CudaDevice(StreamDevice):
             return DecodeKernels(has_fp32_gqa=False)
         return self.kernels(fused)
 
+    def batch_invariant_kernels(self) -> Kernels:
+        if not importlib.util.find_spec("triton"):
+            return super().batch_invariant_kernels()
+        from trainyard.kernels.triton.invariant.ops import InvariantTritonKernels
+
+        return InvariantTritonKernels(has_fp32_gqa=False)
+
     @contextmanager
     def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
         # A kernel selected by name competes only with the fallback that accepts every input.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainyard.config.batch_invariance import model_conflict
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
@@ -69,10 +70,13 @@ def build_engine(
     compiled: bool = False,
     fused_kernels: bool = True,
     adapters: AdapterStack | None = None,
+    batch_invariant: bool = False,
 ) -> Engine:
     """The engine of one tensor-parallel rank. `existing` has parameters by name that another model shares with it, and
     `stored` those that it keeps in 4 or 8 bits; `make_parameter` makes the others. `adapters` are those that sequences
-    may use."""
+    may use. `batch_invariant` gives a sequence the same bits whatever else is in the batch."""
+    if batch_invariant:
+        check_invariance(config, tp.size, compiled, shape.fp8_weights)
     check_memory(config, device, tp.size, shape, shares_parameters=bool(existing))
     handle = device.torch_device
     lengths, numbers = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2))
@@ -80,7 +84,8 @@ def build_engine(
     # The last position takes the token that is in flight when a sequence ends.
     size = CacheSize(shape.slots, shape.max_seq_len + 1, config.head_size, shape.dtype, handle)
     # Matrix multiplications that add the residual must not do so before ranks have summed their parts.
-    kernels = device.decode_kernels(fused_kernels) if tp.size == 1 else device.kernels(fused_kernels)
+    make_kernels = device.decode_kernels if tp.size == 1 else device.kernels
+    kernels = device.batch_invariant_kernels() if batch_invariant else make_kernels(fused_kernels)
     model = build_model(
         config,
         handle,
@@ -99,6 +104,14 @@ def build_engine(
     store_weights(model, stored or {})
     assign_parameters(model, make_weight, existing)
     return Engine(model.eval(), state, device, config.vocab, compiled)
+
+
+def check_invariance(config: ModelConfig, tp: int, compiled: bool, fp8_weights: bool) -> None:
+    """Raise UserError if no kernels are the same whatever else is in the batch."""
+    options = {f"--tp {tp}": tp > 1, "--compile": compiled, "--fp8-weights": fp8_weights}
+    conflicts = [f"not with {option}" for option, given in options.items() if given]
+    if reason := next(iter(conflicts), model_conflict(config)):
+        raise UserError(f"--batch-invariant: {reason}")
 
 
 def _is_linear_weight(spec: ParamSpec) -> bool:

@@ -78,6 +78,9 @@ class CachedAttention(CoreAttention):
         self.v_cache[:, :, start:end].index_copy_(0, slots, v_BGTK)
         if start:
             k_BGTK, v_BGTK = self.k_cache[slots, :, :end], self.v_cache[slots, :, :end]
+        if self.kernels.is_batch_invariant:
+            first_B = torch.full((len(q_BHTK),), start, dtype=torch.int32, device=q_BHTK.device)
+            return self.kernels.attention(q_BHTK, k_BGTK, v_BGTK, first_B, None, self.window)
         if start or (self.window and self.window < end):
             position = torch.arange(end, device=q_BHTK.device)
             past = position <= position[start:, None]

@@ -19,7 +19,7 @@ from trainyard import compat
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CachedAttention, CacheState
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
-from trainyard.inference.sampling import Sampler, StepNeeds, choice_logprobs, token_logprobs
+from trainyard.inference.sampling import Sampler, StepNeeds, token_logprobs
 from trainyard.models import Batch, TransformerStage
 
 VISIBLE_STEP = 64
@@ -39,7 +39,7 @@ class NextTokens(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> "NextTokens":
-        """From tokens alone, or from tokens and what `choice_logprobs` or `token_logprobs` returns."""
+        """From tokens alone, or from tokens and their log-probabilities, or what `token_logprobs` returns."""
         tokens, *rest = (tensor.tolist() for tensor in tensors)
         if len(rest) < 3:
             return cls(tokens, rest[0] if rest else None, None)
@@ -277,8 +277,12 @@ class Engine:
     def _logprobs(self, logits: Tensor, chosen: Tensor, index: Any, needs: StepNeeds) -> tuple[Tensor, ...]:
         """What a step reports besides the tokens that the slots in `index` have chosen."""
         if needs.logprobs:
-            return token_logprobs(logits.float(), chosen, MAX_LOGPROBS)
-        return (choice_logprobs(logits.float(), chosen, self.sampler.temperature[index]),) if needs.choices else ()
+            return token_logprobs(self.kernels.log_softmax(logits.float()), chosen, MAX_LOGPROBS)
+        if not needs.choices:
+            return ()
+        temperature = self.sampler.temperature[index]
+        scaled = logits.float() / torch.where(temperature <= 0, 1.0, temperature)[:, None]
+        return (self.kernels.log_softmax(scaled).gather(1, chosen.long()[:, None])[:, 0],)
 
     def _decode_logits(self, tokens: Tensor, lengths: Tensor, visible: int) -> Tensor:
         self.state.decoding, self.state.visible = True, visible

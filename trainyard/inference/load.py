@@ -45,6 +45,8 @@ class InferenceOptions:
     fused_kernels: bool = True
     fp8_weights: bool = False
     """Keep the matrices of linear layers in fp8."""
+    batch_invariant: bool = False
+    """Give a sequence the same bits whatever else is in the batch."""
     shares_prefixes: bool = False
     """Many prompts begin alike, as those of a server do."""
     adapter: str | None = None
@@ -126,8 +128,9 @@ def load_for_inference(
     weights = open_weights(source).weights
     if options.adapter:
         weights = open_adapter(options.adapter, weights, source)
+    fusions = {} if options.batch_invariant else FLAT_FUSIONS  # a wider matmul may sum otherwise
     config = weights.model.model_copy(
-        update={key: value for key, value in FLAT_FUSIONS.items() if hasattr(weights.model, key)}
+        update={key: value for key, value in fusions.items() if hasattr(weights.model, key)}
     )
     if not family_of(config).is_causal:
         raise UserError(f"{source}: a {config.family} model fills masks and does not generate; see trainyard fill-mask")
@@ -154,6 +157,7 @@ def load_for_inference(
         _rank_values(weights, config, mesh, device.torch_device, dtype),
         compiled=options.compiled,
         fused_kernels=options.fused_kernels,
+        batch_invariant=options.batch_invariant,
         adapters=AdapterStack(adapted, config, mesh.model_shard, dtype) if adapted else None,
     )
     model_files = read_model_files(weights, options.adapter or source)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.counter_rng import element_bits, mix64, right_shift, row_seeds
@@ -183,7 +184,9 @@ def kept_tokens(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     descending = logits.sort(1, descending=True).values
     k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()[:, None]
     kth = descending.gather(1, k - 1)
-    probabilities = torch.where(descending >= kth, descending, -torch.inf).softmax(1)
+    # Rows of a multiple of 16 bytes: on a GPU, a row that begins elsewhere is summed in another order.
+    rows = F.pad(torch.where(descending >= kth, descending, -torch.inf), (0, -vocab % 4), value=-torch.inf)
+    probabilities = rows.softmax(1)[:, :vocab]
     # Integers, because a sum of floats depends on its order, and torch has no deterministic cumsum of them on GPUs.
     units = (probabilities * FIXED_POINT).long()
     before = units.cumsum(1) - units  # mass of the more likely tokens
@@ -205,17 +208,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
-def choice_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """Log probability [N] of `tokens` [N] under fp32 `logits` [N, V] at the temperatures [N], of which 0 is taken for
-    1."""
-    scaled = logits / torch.where(temperature <= 0, 1.0, temperature)[:, None]
-    chosen = scaled.gather(1, tokens.long()[:, None])[:, 0]
-    return chosen - scaled.logsumexp(1)
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probability [N] of `tokens` [N] under `logits` [N, V], and the ids and log probabilities [N, num_top] of the
-    most likely tokens, in descending order."""
-    logprobs = logits.log_softmax(1)
+def token_logprobs(logprobs: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probability [N] of `tokens` [N], whose rows have the log probabilities `logprobs` [N, V], and the ids and log
+    probabilities [N, num_top] of the most likely tokens, in descending order."""
     top = logprobs.topk(num_top, 1)
     return logprobs.gather(1, tokens.long()[:, None])[:, 0], top.indices.int(), top.values

@@ -37,6 +37,13 @@ class Kernels:
     """(qkv, heads, kv heads, cu_seqlens, max_seqlen, causal, dropout) -> attention within packed sequences,
     [N, (H + 2 G) K] to [N, H, K]."""
 
+    is_batch_invariant = False
+    """True if the result for a sequence has the same bits whatever else is in the batch, decoded token by token or
+    computed at once. `attention` exists then."""
+    attention: Callable[..., Tensor]
+    """(q, k, v, first_B, documents_BT, window) -> causal attention [B, H, T, K] of queries from position first_B on
+    over keys [B, G, S, K] from position 0 on."""
+
     has_decode_attention = False
     """True if `decode_attention` reads only what each row needs, so that one static shape serves all lengths."""
 
@@ -133,6 +140,10 @@ class Kernels:
         k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
         past = visible_tokens(visible, lengths, window)[:, None, None]
         return F.scaled_dot_product_attention(q_BHTK, k, v, past, enable_gqa=q_BHTK.shape[1] != k.shape[1])
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """The log-probabilities of rows of fp32 logits [M, V]."""
+        return logits.log_softmax(-1)
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         """The most likely token of each row of [M, V], int64."""

@@ -70,7 +70,10 @@ def build_rank_context(
     model: models.ModelConfig, section: DeviceSection, device: devices.Device, mesh: Mesh
 ) -> RankContext:
     blueprint = models.blueprint_of(model)
-    return RankContext(device, mesh, blueprint, device.kernels(fused=section.kernels == "fused"))
+    kernels = (
+        device.batch_invariant_kernels() if section.batch_invariant else device.kernels(section.kernels == "fused")
+    )
+    return RankContext(device, mesh, blueprint, kernels)
 
 
 def build_loss(

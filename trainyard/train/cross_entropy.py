@@ -80,6 +80,17 @@ class Fp8HeadGemm(HeadGemm):
         return quantize(x, amax, dtype, rowwise, reference, transposed=True)
 
 
+class InvariantHeadGemm(HeadGemm):
+    """Logits as the sampler computes them, with the same bits (`device.batch_invariant`)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+        super().__init__(weight, bias)
+        self.kernels = kernels
+
+    def logits(self, hidden: Tensor, out: Tensor) -> None:
+        out.copy_(self.kernels.linear(hidden, self.weight, self.bias))
+
+
 def chunked_cross_entropy(
     output: ModelOutput,
     labels: Tensor,
@@ -88,17 +99,19 @@ def chunked_cross_entropy(
     logits_bytes: int = MAX_LOGITS_BYTES,
     max_chunks: int | None = None,
     per_token: bool = False,
+    size_multiple: int = SIZE_MULTIPLE,
 ) -> Tensor:
     """Sum of -log softmax(logits)[label] over all labels except IGNORE_INDEX. Each tensor-parallel rank computes the
     logits of its part of the vocabulary, one chunk of tokens at a time. A trace, which needs no values, takes only the
-    first `max_chunks` of them, because all allocate the same.
+    first `max_chunks` of them, because all allocate the same. The vocabulary is padded to a multiple of
+    `size_multiple`.
 
     `per_token` returns the terms of the sum, in the shape of the labels. Its gradients are not known before those of
     the terms are, so backward computes the logits once more."""
     hidden = output.hidden_for_head().flatten(0, -2)
     size = loss_chunk_tokens(hidden.shape[0], output.weight.shape[0], logits_bytes)
     starts = range(0, hidden.shape[0], size)[:max_chunks]
-    chunks = _Chunks(labels.flatten(), output, chunk_loss or torch_chunk_loss, make_gemm, size, starts)
+    chunks = _Chunks(labels.flatten(), output, chunk_loss or torch_chunk_loss, make_gemm, size, starts, size_multiple)
     inputs = (hidden, output.weight, output.bias, chunks)
     if per_token:
         return _TokenLosses.apply(*inputs).view(labels.shape)  # type: ignore[no-untyped-call]
@@ -109,6 +122,14 @@ def make_head_loss(
     kernels: Kernels, compile_fn: CompileFn | None, fp8: Fp8Options | None, logits_bytes: int
 ) -> Callable[[ModelOutput, Tensor], Tensor]:
     """`chunked_cross_entropy` with the fastest parts that the device has, in fp8 if `fp8` is given."""
+    if kernels.is_batch_invariant:  # with the vocabulary as the sampler has it: a wider matmul may sum otherwise
+        return partial(
+            chunked_cross_entropy,
+            chunk_loss=partial(invariant_chunk_loss, log_softmax=kernels.log_softmax),
+            make_gemm=partial(InvariantHeadGemm, kernels=kernels),
+            logits_bytes=logits_bytes,
+            size_multiple=1,
+        )
     make_gemm: Callable[..., HeadGemm] = HeadGemm
     if fp8:
         make_gemm = partial(Fp8HeadGemm, recipe=fp8, use_reference=not kernels.has_fp8_matmul)
@@ -179,6 +200,19 @@ def torch_chunk_loss(
     return loss[:, 0]
 
 
+def invariant_chunk_loss(
+    logits: Tensor, labels: Tensor, output: ModelOutput, log_softmax: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The losses of a chunk from the log-probabilities of the sampler. One rank has the full vocabulary."""
+    counts = (labels != IGNORE_INDEX)[:, None]
+    target = torch.where(counts, labels[:, None], 0).long()
+    logprobs = log_softmax(logits.float())
+    loss = torch.where(counts, -logprobs.gather(1, target), 0.0)
+    logits.copy_(logprobs.exp_().mul_(counts))
+    logits.scatter_(1, target, logits.gather(1, target) - counts.to(logits.dtype))
+    return loss[:, 0]
+
+
 def pad_rows(x: Tensor, count: int) -> Tensor:
     """`x` with `count` rows of zeros appended."""
     return torch.cat((x, x.new_zeros(count, *x.shape[1:])))
@@ -193,6 +227,8 @@ class _Chunks(NamedTuple):
     make_gemm: Callable[[Tensor, Tensor | None], HeadGemm]
     size: int
     starts: range
+    size_multiple: int
+    """GPUs are slow with odd matrix sizes and reject them in fp8."""
 
     def losses(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: "_HeadGradients | None" = None,
@@ -201,8 +237,7 @@ class _Chunks(NamedTuple):
         """The first token of each chunk, and the losses of its tokens. `gradients` are those of their sum, with a
         weight for each token if given."""
         vocab = weight.shape[0]
-        # GPUs are slow with odd matrix sizes and reject them in fp8: add tokens that the softmax does not see.
-        padding = -vocab % SIZE_MULTIPLE
+        padding = -vocab % self.size_multiple  # tokens that the softmax does not see
         if padding:
             weight, bias = pad_rows(weight, padding), None if bias is None else pad_rows(bias, padding)
         head = self.make_gemm(weight, bias)
@@ -226,8 +261,8 @@ class _Chunks(NamedTuple):
 class _HeadGradients:
     """Accumulated over chunks, of what is trained in fp32: bf16 would lose small terms."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, trains_weight: bool) -> None:
-        rows = weight.shape[0] + -weight.shape[0] % SIZE_MULTIPLE
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, trains_weight: bool, multiple: int) -> None:
+        rows = weight.shape[0] + -weight.shape[0] % multiple
         self.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         self.vocab, self.hidden = weight.shape[0], torch.empty_like(hidden)
         self.weight = weight.new_zeros(rows, weight.shape[1], dtype=torch.float32) if trains_weight else None
@@ -243,7 +278,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: _Chunks, train: bool) -> Tensor:
-        gradients = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[1]) if train else None
+        gradients = (
+            _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[1], chunks.size_multiple) if train else None
+        )
         loss = torch.zeros((), device=hidden.device)
         for _, losses in chunks.losses(hidden, weight, bias, gradients):
             loss += losses.sum()
@@ -277,7 +314,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
-        gradients = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[1])
+        gradients = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[1], ctx.chunks.size_multiple)
         for _ in ctx.chunks.losses(hidden, weight, bias, gradients, grads[0]):
             pass
         found = zip(gradients.tensors(), gradients.dtypes, strict=True)

@@ -6,6 +6,7 @@ No torch at the top: configurations name an objective, and ask it whether its op
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from trainyard.config.preference_schema import SampleKind
 from trainyard.core.section import Section
 from trainyard.train.loss import HeadLoss, Loss
 
@@ -21,6 +22,8 @@ class Objective(Loss):
     """What it trains on, one of `DataSource.losses`."""
     sections: ClassVar[tuple[str, ...]] = ()
     """The sections of the configuration that it is made of; the first one has its options."""
+    kind: ClassVar[SampleKind] = SampleKind()
+    """What it needs of pairs."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Values of the key `variant` of the first section."""
     defaults: ClassVar[dict[str, Any]] = {}
@@ -30,6 +33,11 @@ class Objective(Loss):
         super().__init__(head_loss)
         given = options.model_dump(exclude_none=True)
         self.options: dict[str, Any] = {name: given.get(name, value) for name, value in self.defaults.items()}
+
+    @classmethod
+    def sample_kind(cls, options: Section) -> SampleKind:
+        """What it needs of pairs, with these options."""
+        return cls.kind
 
     def stand_in(self, batch: "Batch") -> "Batch":
         """The batch with numbers that a run computes otherwise. They depend on nothing but the sample, for steps that

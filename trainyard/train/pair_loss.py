@@ -7,7 +7,6 @@ context-parallel ranks add up theirs. No torch at the top: configurations name a
 
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from trainyard.config.preference_schema import SampleKind
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.train.loss import LossTerms
@@ -16,7 +15,6 @@ from trainyard.train.objective import Objective
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainyard.config.preference_schema import PreferenceSection
     from trainyard.models import Batch, ModelOutput
 
 
@@ -47,14 +45,8 @@ class PairLoss(Objective):
     )
     trains_likelihood: ClassVar[bool] = False
     """It has a second term, `likelihood`: the cross entropy of the chosen answers, by `likelihood_weight`."""
-    kind: ClassVar[SampleKind] = SampleKind()
-    """What it needs of samples."""
     needs_reference: bool = False
     """It compares with the log-probabilities of a reference, which batches have."""
-
-    @classmethod
-    def sample_kind(cls, options: "PreferenceSection") -> SampleKind:
-        return cls.kind
 
     def views(self, batch: "Batch") -> "list[Batch]":
         """The batches that together have all answers to which a reference gives scores."""

@@ -20,6 +20,7 @@ class InferenceOptions:
     max_batch: int
     max_seq_len: int | None
     fp8_weights: bool
+    batch_invariant: bool
     shares_prefixes: bool
     adapters: Mapping[str, str]
 

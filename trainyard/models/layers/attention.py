@@ -1,5 +1,6 @@
 """Core attention: softmax(q k / sqrt(K)) v on this rank's heads, under tensor and context parallelism."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng, RowSeeds
 from trainyard.core.splits import head_range
+from trainyard.kernels.batch_invariant import with_gradients_of
 from trainyard.kernels.reference import Kernels, counter_dropout
 from trainyard.models.layers.dropout import dropout_site
 from trainyard.parallel.context_parallel import ContextAxis
@@ -77,6 +79,18 @@ class CoreAttention(Recomputable):
     ) -> Tensor:
         """A query sees only keys of its own document. Without a causal mask, document 0 is padding."""
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
+        if not self.kernels.is_batch_invariant:
+            return self._attend(q_BHTK, k_BGTK, v_BGTK, documents_BT, seeds)
+        first_B = torch.zeros(len(q_BHTK), dtype=torch.int32, device=q_BHTK.device)
+        return with_gradients_of(
+            partial(self._attend, documents_BT=documents_BT, seeds=seeds),
+            partial(self.kernels.attention, first_B=first_B, documents_BT=documents_BT, window=self.window),
+            *(q_BHTK, k_BGTK, v_BGTK),
+        )
+
+    def _attend(
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents_BT: Tensor | None, seeds: RowSeeds | None
+    ) -> Tensor:
         use_dropout = self.training and self.p > 0
         window = self._effective_window(q_BHTK.shape[2])
         # 1. Attention by blocks of keys: ring or gathered keys under context parallelism; documents and windows, whose

@@ -42,6 +42,7 @@ class RolloutSampler:
             existing=dict(run.model.named_parameters()),
             stored=state.stored,
             fused_kernels=config.device.kernels == "fused",
+            batch_invariant=config.device.batch_invariant,
         )
 
     def options(self, greedy: bool) -> SamplingOptions:

@@ -36,7 +36,7 @@ class Kto(PairLoss):
         """Of the batch. A tensor keeps its address, so that CUDA graphs can read it."""
 
     @classmethod
-    def sample_kind(cls, options: "PreferenceSection") -> SampleKind:
+    def sample_kind(cls, options: Any) -> SampleKind:
         return cls.kind._replace(mismatches=options.variant in (None, "kto"))
 
     def views(self, batch: "Batch") -> "list[Batch]":

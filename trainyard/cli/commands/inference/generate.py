@@ -14,6 +14,7 @@ from trainyard.cli.console import prefetch_weights, print_line, terminal_safe
 from trainyard.cli.options import (
     Adapter,
     AsJson,
+    BatchInvariant,
     CheckpointSource,
     DeviceName,
     Fp8Weights,
@@ -63,6 +64,7 @@ def generate(
     device: DeviceName = "auto",
     dtype: InferenceDtype = None,
     fp8_weights: Fp8Weights = False,
+    batch_invariant: BatchInvariant = False,
     compiled: Annotated[bool, Option("--compile", help="Compile the model first; pays off for many tokens.")] = False,
     tokenizer: TokenizerName = None,
     as_json: AsJson = False,
@@ -113,6 +115,7 @@ def generate(
         max_seq_len,
         compiled,
         fp8_weights=fp8_weights,
+        batch_invariant=batch_invariant,
         adapter=adapter,
     )
     console = Console(highlight=False, stderr=True, quiet=world.rank > 0)

@@ -8,6 +8,7 @@ from typer import Context, Option
 
 from trainyard.cli.console import interrupt_on_terminate, prefetch_weights
 from trainyard.cli.options import (
+    BatchInvariant,
     CheckpointSource,
     DeviceName,
     Fp8Weights,
@@ -57,6 +58,7 @@ def serve(
     device: DeviceName = "auto",
     dtype: InferenceDtype = None,
     fp8_weights: Fp8Weights = False,
+    batch_invariant: BatchInvariant = False,
     tokenizer: TokenizerName = None,
 ) -> int:
     """Serve a checkpoint with OpenAI's API: completions and chats, with streaming and continuous batching.
@@ -97,6 +99,7 @@ def serve(
             max_batch,
             max_seq_len,
             fp8_weights=fp8_weights,
+            batch_invariant=batch_invariant,
             shares_prefixes=True,
             adapters=adapters,
         )
