@@ -15,6 +15,10 @@ from tests.data.loading import test_training as kinds
 from tests.support import configs
 from trainyard import Trainer
 from trainyard.config.load import dump
+from trainyard.config.schema import Config
+from trainyard.data.loading.build import build_datasets
+from trainyard.data.loading.loader import BatchLoader
+from trainyard.run.training_texts import INPUTS_FILE, write_training_texts
 
 STEP = 3
 
@@ -126,3 +130,82 @@ def test_what_is_trained_of_conversations_is_in_brackets(call: Call, tmp_path: P
     fail(call("data", "show", tmp_path / "a.jsonl", "--sample", 1), "--sample 1: there are samples 0 to 0")
     facts = succeed(call("data", "inspect", tmp_path / "a.jsonl"))
     assert re.search(r"a.jsonl: conversations\n  formats +messages: 1\n  conversations +1\n", facts)
+
+
+PAIRS = [
+    {"prompt": "What is <b>2+2</b>?", "chosen": "Four.", "rejected": "Five, I <i>guess</i>."},
+    {
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "chosen": [{"role": "assistant", "content": "Hello."}],
+        "rejected": [{"role": "assistant", "content": "Hey, go."}],
+    },
+]
+TEXT_PAIR = """\
+  prompt: 19 tokens
+What is <b>2+2</b>?
+  chosen: 6 tokens, 6 trained
+[[Four.<256>]]
+  rejected: 22 tokens, 22 trained
+[[Five, I <i>guess</i>.<256>]]
+"""
+MESSAGES_PAIR = """\
+  prompt: 43 tokens
+<|im_start|>user\\n
+Hi<256>\\n
+<|im_start|>assistant\\n
+
+  chosen: 8 tokens, 7 trained
+[[Hello.<256>]]\\n
+
+  rejected: 10 tokens, 9 trained
+[[Hey, go.<256>]]\\n
+
+"""
+
+
+def pairs_config(tmp_path: Path, packing: bool) -> Config:
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in PAIRS))
+    data = {"source": "preference", "paths": [str(tmp_path / "pairs.jsonl")], "tokenizer": "bytes"}
+    data |= {"seq_len": 192, "packing": packing, "validation_fraction": 0}
+    train = {"objective": "cpo", "global_batch": 2}
+    return configs.tiny_config({**configs.LLAMA, "max_positions": 192}, data=data, train=train)
+
+
+def test_a_pair_is_its_prompt_and_two_answers(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    config = pairs_config(tmp_path, packing=False)
+    (tmp_path / "run" / "config.yaml").write_text(dump(config))
+    place = f"{tmp_path / 'pairs.jsonl'}: line"
+    samples = f"sample 0: {place} 1\n{TEXT_PAIR}sample 1: {place} 2\n{MESSAGES_PAIR}"
+    assert succeed(call("data", "show", tmp_path / "pairs.jsonl", "--limit", 2)) == samples
+    assert succeed(call("data", "show", tmp_path / "run", "--limit", 2)) == samples
+    heading, *lines = succeed(call("data", "show", tmp_path / "run", "--step", 2)).splitlines()
+    assert heading == "step 2 of 4: 2 samples, 2 shown"
+    assert sorted(lines) == sorted(samples.splitlines())
+    (tmp_path / "run" / "config.yaml").write_text(dump(pairs_config(tmp_path, packing=True)))
+    packed = succeed(call("data", "show", tmp_path / "run"))
+    both = f"  pair 1 of 2\n{MESSAGES_PAIR}  pair 2 of 2\n{TEXT_PAIR}"
+    assert packed == f"sample 0: {place} 2, {place} 1\n{both}"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_writes_its_first_pairs(tmp_path: Path, packing: bool) -> None:
+    """The texts of an answer, joined, are the rendered conversation; marked is what has a label."""
+    config = pairs_config(tmp_path, packing)
+    datasets = build_datasets(config)
+    write_training_texts(tmp_path, config, BatchLoader(datasets.train, 2, 0, datasets.needs_shuffle))
+    records = [json.loads(line) for line in (tmp_path / INPUTS_FILE).read_text().splitlines()]
+    found = set()
+    for record in records[:2]:
+        assert record["prompt"]["trained"] == 0
+        texts = ["".join(text for text, _ in record[name]["parts"]) for name in ("prompt", "chosen", "rejected")]
+        found.add((texts[0] + texts[1], texts[0] + texts[2]))
+        for name in ("chosen", "rejected"):
+            assert all(is_trained == (text != "\n") for text, is_trained in record[name]["parts"])
+            assert record[name]["trained"] == sum(len(text) - 4 for text, trained in record[name]["parts"] if trained)
+    chat = "<|im_start|>user\nHi<256>\n<|im_start|>assistant\n"
+    assert found == {
+        ("What is <b>2+2</b>?Four.<256>", "What is <b>2+2</b>?Five, I <i>guess</i>.<256>"),
+        (f"{chat}Hello.<256>\n", f"{chat}Hey, go.<256>\n"),
+    }
+    assert [record["pairs"] for record in records[:2]] == ([2, 2] if packing else [1, 1])

@@ -2,18 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.data.loading.text_stream import tokenizer_spec
-from trainyard.data.text.marked_text import marked_text
+from trainyard.data.text.marked_text import TextWithLosses, marked_pairs, marked_text
 from trainyard.data.text.tokenizer import load_tokenizer
 
 INPUTS_FILE = "inputs.jsonl"
 MAX_SAMPLES = 8
+"""Samples that are written; of preferences, pairs."""
 MAX_TOKENS = 2048
-"""Of a sample, as many tokens are written as text."""
+"""Of a sample, or of an answer, as many tokens are written as text."""
 
 
 def write_training_texts(directory: Path, config: Config, loader: BatchLoader) -> None:
@@ -24,10 +26,21 @@ def write_training_texts(directory: Path, config: Config, loader: BatchLoader) -
     tokenizer = load_tokenizer(tokenizer_spec(config.data, config.model.new_tokens))
     indices = loader.sample_indices(0, slice(0, MAX_SAMPLES))
     batch = loader.dataset.samples(indices)
-    lines = []
-    for index, tokens, labels in zip(indices.tolist(), batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
-        text = marked_text(tokens, labels, tokenizer, MAX_TOKENS)
-        counts = {"tokens": text.num_tokens, "trained": text.num_trained, "shown": min(text.num_tokens, MAX_TOKENS)}
-        record = {"sample": index, "source": loader.dataset.source(index), **counts, "parts": text.parts}
-        lines.append(json.dumps(record))
-    atomic_write_text(file, "".join(f"{line}\n" for line in lines))
+    records: list[dict[str, Any]] = []
+    for row, index in enumerate(indices.tolist()):
+        of_sample = {"sample": index, "source": loader.dataset.source(index)}
+        tokens, labels = batch["tokens"][row].tolist(), batch["labels"][row].tolist()
+        if config.data.has_flag("has_pairs"):
+            pairs = marked_pairs(tokens, labels, batch["document_ids"][row].tolist(), tokenizer, MAX_TOKENS)
+            for number, pair in enumerate(pairs, 1):
+                place = {"pair": number, "pairs": len(pairs)}
+                texts = {name: text_record(text) for name, text in pair._asdict().items()}
+                records.append(of_sample | place | texts)
+        else:
+            records.append(of_sample | text_record(marked_text(tokens, labels, tokenizer, MAX_TOKENS)))
+    atomic_write_text(file, "".join(f"{json.dumps(record)}\n" for record in records[:MAX_SAMPLES]))
+
+
+def text_record(text: TextWithLosses) -> dict[str, Any]:
+    shown = min(text.num_tokens, MAX_TOKENS)
+    return {"tokens": text.num_tokens, "trained": text.num_trained, "shown": shown, "parts": text.parts}

@@ -18,7 +18,7 @@ from trainyard.config.load import load
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.data.text.marked_text import marked_text
+from trainyard.data.text.marked_text import PairTexts, TextWithLosses, marked_pairs, marked_text
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.metrics.json_lines import read_json_lines
 from trainyard.metrics.loggers.base import EVENTS_FILE
@@ -101,13 +101,23 @@ def show(
 
 
 def _open_file(target: str, tokenizer: str | None) -> "tuple[Dataset, Tokenizer]":
-    """A file of conversations, with the keys of a configuration at their defaults."""
+    """A file of conversations or of pairs of answers, with the keys of a configuration at their defaults."""
+    from trainyard.data.formats.documents import read_records, record_slices
+    from trainyard.data.formats.preferences import KEYS
     from trainyard.data.loading.conversation_samples import open_conversations
-    from trainyard.data.loading.packing import PaddedSamples
+    from trainyard.data.loading.data_files import match_files
+    from trainyard.data.loading.packing import PaddedSamples, PairSamples
 
-    data = DataSection(source="chat", paths=(target,), tokenizer=tokenizer or "bytes", seq_len=LONGEST_SAMPLE)
+    slices = record_slices(match_files((target,), directories=True))
+    first = next((record for each in slices for _, record in read_records(each)), {})
+    is_pair = not isinstance(first, str) and all(key in first for key in KEYS)
+    source = "preference" if is_pair else "chat"
+    data = DataSection(source=source, paths=(target,), tokenizer=tokenizer or "bytes", seq_len=LONGEST_SAMPLE)
     documents = open_conversations(data, data.paths, None)
-    return PaddedSamples(documents, int(documents.lengths.max()), 0), load_tokenizer(TokenizerSpec(data.tokenizer))
+    longest, loaded = int(documents.lengths.max()), load_tokenizer(TokenizerSpec(data.tokenizer))
+    if is_pair:
+        return PairSamples(documents, longest, 0, packing=False), loaded
+    return PaddedSamples(documents, longest, 0), loaded
 
 
 def _show_samples(
@@ -163,6 +173,8 @@ def sample_lines(batch: "Sample", row: int, tokenizer: Tokenizer | None, colored
     the first. `colored` shows what has a loss, by colors or brackets; None: not at all."""
     tokens: list[int] = batch["tokens"][row].tolist()
     labels: list[int] = batch["labels"][row].tolist()
+    if "pair_keys" in batch:
+        return pair_lines(marked_pairs(tokens, labels, batch["document_ids"][row].tolist(), tokenizer), bool(colored))
     if "masked_positions" not in batch:
         masked_text = colored is not None
         return (
@@ -180,13 +192,30 @@ def sample_lines(batch: "Sample", row: int, tokenizer: Tokenizer | None, colored
 
 def causal_lines(tokens: list[int], labels: list[int], tokenizer: Tokenizer | None, colored: bool) -> list[str | Text]:
     """The text with what has a loss, and counts."""
-    shown, text = marked_text(tokens, labels, tokenizer), Text()
+    shown = marked_text(tokens, labels, tokenizer)
+    share = 100 * shown.num_trained / max(shown.num_tokens, 1)
+    counts = f"{counted(shown.num_tokens, 'token', ',')}, {shown.num_trained:,} trained ({share:.1f}%)"
+    return [_with_losses(shown, colored), counts]
+
+
+def pair_lines(pairs: list[PairTexts], colored: bool) -> list[str | Text]:
+    """Of each pair what both answers begin with, and then the rest of each."""
+    lines: list[str | Text] = []
+    for number, pair in enumerate(pairs, 1):
+        lines += [f"pair {number} of {len(pairs)}"] if len(pairs) > 1 else []
+        for name, text in pair._asdict().items():
+            trained = f", {text.num_trained:,} trained" if name != "prompt" else ""
+            lines += [f"{name}: {counted(text.num_tokens, 'token', ',')}{trained}", _with_losses(text, colored)]
+    return lines
+
+
+def _with_losses(shown: TextWithLosses, colored: bool) -> Text:
+    text = Text()
     for part, is_trained in shown.parts:
         visible = _visible(part)
         marked = f"[[{visible}]]" if is_trained and not colored else visible
         text.append(marked, "bold green" if is_trained else "")
-    share = 100 * shown.num_trained / max(shown.num_tokens, 1)
-    return [text, f"{counted(shown.num_tokens, 'token', ',')}, {shown.num_trained:,} trained ({share:.1f}%)"]
+    return text
 
 
 def _visible(text: str) -> str:
