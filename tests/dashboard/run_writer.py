@@ -86,3 +86,23 @@ def write_spans(directory: Path, rank: int, durations_ns: dict[int, int], name: 
         start += duration
     path.write_bytes(json.dumps(header | {"record_bytes": 24}).encode() + b"\n" + body)
     return path
+
+
+def marked(*parts: tuple[str, bool]) -> dict[str, Any]:
+    """A text of inputs.jsonl. Every character is a token."""
+    tokens, trained = (sum(len(text) for text, is_trained in parts if is_trained in kinds) for kinds in ([0, 1], [1]))
+    return {"tokens": tokens, "trained": trained, "shown": tokens, "parts": parts}
+
+
+def rollout(step: int, text: str, reward: float, group: int = 0, **changes: Any) -> dict[str, Any]:
+    """One completion of rollouts.jsonl."""
+    names = {"step": step, "prompt": f"prompt {step}", "completion": text, "rewards": {"right": reward}}
+    return {
+        **names,
+        "reward": reward,
+        "advantage": reward - 0.5,
+        "tokens": 34,
+        "finished": True,
+        "group": group,
+        **changes,
+    }

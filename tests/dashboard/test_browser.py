@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.dashboard.conftest import WAIT_S, OpenTab, RunningDashboard, StartPage, running_page
-from tests.dashboard.run_writer import loss_spike, training_record, write_lines, write_run, write_spans
+from tests.dashboard.run_writer import loss_spike, marked, rollout, training_record, write_lines, write_run, write_spans
 from tests.support.forkserver import ForkServer
 
 SMALL_RUN = [
@@ -19,7 +19,7 @@ SMALL_RUN = [
     *("checkpoint.every=0", "checkpoint.export_hf=false", "evaluate.every=20", "device.name=cpu"),
 ]
 STEP_SHOWN = "() => Number(/step ([0-9,]+)/.exec(document.querySelector('ul.runs').innerText)[1].replace(',', ''))"
-TABS = ["Events", "Step times", "Plan", "Config", "Checkpoints", "Data", "Texts", "Log"]
+TABS = ["Events", "Step times", "Plan", "Config", "Checkpoints", "Data", "Rollouts", "Texts", "Log"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "logs").mkdir()
     (base / "logs" / "7.log").write_text("step 1\nstep 2\n")
     (base / "checkpoints" / "step_00000100").mkdir(parents=True)
-    write_run(root, "tuned", lr=0.006, steps=150, outcome=None, started=1.79e9)
+    tuned = write_run(root, "tuned", lr=0.006, steps=150, outcome=None, started=1.79e9)
+    answers = {"chosen": marked(("<b>4</b>", True), ("\n", False)), "rejected": marked(("5", True), ("\n", False))}
+    place = {"sample": 7, "source": "pairs.jsonl:3", "pair": 2, "pairs": 3}
+    write_lines(tuned / "inputs.jsonl", [{**place, "prompt": marked(("<i>2+2?</i>\n", False)), **answers}])
+    two = {"rewards": {"right": 0.5, "<u>short": 1.0}, "finished": False, "tokens": 1}
+    texts = [rollout(1, "old", 0.0), rollout(9, "worse", 0.25), rollout(9, "<s>best</s>", 0.75, **two)]
+    write_lines(tuned / "rollouts.jsonl", [*texts, {"step": 9}])
     broken = write_run(root, "broken", steps=60, outcome="failed", error="the weights are not finite", started=1.78e9)
     records = [training_record(step, loss="nan" if step > 55 else 2.0) for step in range(1, 61)]
     write_lines(broken / "metrics.jsonl", [*records[:-1], records[-1] | {"not_finite": "loss nan: gradient of a"}])
@@ -173,6 +179,34 @@ def test_spikes_are_marked_and_the_details_show_everything(open_tab: OpenTab, pa
     tab.locator("#panel").get_by_text("loss nan: gradient of a").wait_for()
     tab.get_by_role("button", name="odd <b>name & 'quotes'").first.click()
     assert tab.locator("#details-title").inner_text() == "odd <b>name & 'quotes'"
+
+
+def test_the_answers_of_a_pair_are_beside_each_other(open_tab: OpenTab, page: RunningDashboard) -> None:
+    address = page.url + selected("tuned", run="tuned", tab="data")
+    for width, is_stacked in ((1280, False), (400, True)):
+        tab = open_tab(address, width).tab
+        tab.locator("#panel").get_by_text("sample 7, pair 2 of 3: pairs.jsonl:3").wait_for()
+        assert tab.locator("#panel blockquote").all_inner_texts() == ["<i>2+2?</i>\n", "<b>4</b>\n", "5\n"]
+        assert tab.locator("#panel mark").all_inner_texts() == ["<b>4</b>", "5"]
+        assert tab.locator("#panel h4").all_inner_texts() == ["Chosen", "Rejected"]
+        tab.get_by_text("9 tokens, 8 trained (88.9 %)").wait_for()
+        chosen, rejected = (tab.locator(".answers > div").nth(index).bounding_box() for index in (0, 1))
+        assert (chosen["y"] < rejected["y"]) == is_stacked
+        assert (chosen["x"] < rejected["x"]) != is_stacked
+
+
+def test_rollouts_are_sorted_by_step_and_reward(open_tab: OpenTab, page: RunningDashboard) -> None:
+    tab = open_tab(page.url + selected("tuned", run="tuned", tab="rollouts")).tab
+    tab.locator("#panel").get_by_text("step 9, group 0: 2 completions").wait_for()
+    assert tab.locator("#panel blockquote").all_inner_texts() == [
+        *("prompt 9", "<s>best</s>", "worse"),
+        *("prompt 1", "old"),
+    ]
+    rewards = tab.locator("#panel .completions .line").all_inner_texts()
+    assert rewards[0] == "reward 0.750 · right 0.500 · <u>short 1.00 · advantage 0.250 · 1 token, cut off"
+    assert rewards[1:] == ["reward 0.250 · advantage -0.250 · 34 tokens", "reward 0 · advantage -0.500 · 34 tokens"]
+    tab.get_by_role("button", name="base").first.click()
+    tab.get_by_text("trainyard train my.yaml train.objective=grpo").wait_for()
 
 
 def test_numbers_are_short_and_right(open_tab: OpenTab, page: RunningDashboard) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.dashboard.conftest import OpenTab
-from tests.dashboard.run_writer import loss_spike, write_lines, write_run, write_spans
+from tests.dashboard.run_writer import loss_spike, rollout, write_lines, write_run, write_spans
 from tests.dashboard.test_browser import TABS, choose_axis, drawn, serious_problems
 from trainyard.dashboard.report import STATIC, create_report, join_modules
 from trainyard.dashboard.run_files import RunDirectoryReader
@@ -31,6 +31,7 @@ def test_a_report_works_from_a_file_without_a_network(open_tab: OpenTab, tmp_pat
     (run / "samples.jsonl").write_text('{"step": 5, "prompt": "</script>", "text": "<!--<script>\\u2028 é"}\n')
     private = {"sample": 1, "source": "private", "tokens": 1, "trained": 1, "shown": 1, "parts": [["private", True]]}
     write_lines(run / "inputs.jsonl", [private])
+    write_lines(run / "rollouts.jsonl", [rollout(1, "private", 1.0)])
     (run / "logs").mkdir()
     (run / "logs" / "7.log").write_text("last line\n")
     write_run(tmp_path, "tuned", lr=0.006)
@@ -46,6 +47,7 @@ def test_a_report_works_from_a_file_without_a_network(open_tab: OpenTab, tmp_pat
     for name, content in {
         "Events": "7, 11, 13",
         "Data": "reports leave out",
+        "Rollouts": "reports leave out",
         "Texts": "</script>",
         "Log": "last line",
         "Plan": "without",

@@ -1,28 +1,23 @@
 """The list of runs: status, changes, and files that lead out of the directory."""
 
+import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dashboard.run_writer import write_lines, write_run
+from tests.dashboard.run_writer import marked, rollout, write_lines, write_run
 from tests.support.examples import examples
 from trainyard.core.errors import UserError
-from trainyard.dashboard.run_details import (
-    list_logs,
-    read_checkpoints,
-    read_config,
-    read_events,
-    read_log,
-    read_texts,
-    read_training_texts,
-)
+from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log
 from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.dashboard.run_list import RunList
 from trainyard.dashboard.run_summary import KILLED, RunRow, read_summary, run_state
+from trainyard.dashboard.run_texts import ROLLOUTS_BYTES, read_rollouts, read_texts, read_training_texts
 from trainyard.dashboard.step_times import heat_map, read_step_times
 from trainyard.metrics.run_directory import RunDirectory
 
@@ -112,6 +107,7 @@ def outside(tmp_path: Path) -> Path:
         "events.jsonl",
         "config.yaml",
         "inputs.jsonl",
+        "rollouts.jsonl",
         "samples.jsonl",
         "logs",
         "spans",
@@ -129,9 +125,8 @@ def test_links_lead_nowhere(outside: Path) -> None:
     run = runs.open("links")
     assert summary_of(runs, "links").step is None
     assert read_config(run)["problem"] == "this run has no config.yaml"
-    assert [read_events(run), read_texts(run), read_training_texts(run), list_logs(run), read_checkpoints(run)] == [
-        []
-    ] * 5
+    lists = (read_events, read_texts, read_training_texts, read_rollouts, list_logs, read_checkpoints)
+    assert [read(run) for read in lists] == [[]] * len(lists)
     with pytest.raises(UserError, match="no such log"):
         read_log(run, "x.log")
     (outside / "links" / "logs").unlink()
@@ -145,7 +140,15 @@ def test_links_lead_nowhere(outside: Path) -> None:
 def test_pipes_do_not_block(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    for name in ("run.json", "metrics.jsonl", "events.jsonl", "config.yaml", "inputs.jsonl", "samples.jsonl"):
+    for name in (
+        "run.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "config.yaml",
+        "inputs.jsonl",
+        "samples.jsonl",
+        "rollouts.jsonl",
+    ):
         os.mkfifo(directory / name)
     done = threading.Thread(target=lambda: RunList(tmp_path).changes(), daemon=True)
     done.start()
@@ -176,7 +179,7 @@ YAML = st.sampled_from(
 
 @examples(400)
 @given(files=st.fixed_dictionaries({}, optional=dict.fromkeys(
-    ["run.json", *(f"{name}.jsonl" for name in ("metrics", "events", "inputs", "samples")),
+    ["run.json", *(f"{name}.jsonl" for name in ("metrics", "events", "inputs", "samples", "rollouts")),
      "spans/rank-00000.spans", "logs/1.log"], CONTENT,
 ) | {"config.yaml": CONTENT | YAML}))  # fmt: skip
 def test_any_bytes_in_the_files_are_survived(tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]) -> None:
@@ -187,9 +190,41 @@ def test_any_bytes_in_the_files_are_survived(tmp_path_factory: pytest.TempPathFa
         (root / "run" / name).write_bytes(content)
     RunList(root).changes()
     run = RunDirectoryReader(root, "run")
-    for read in (read_config, read_events, read_texts, read_training_texts, list_logs, read_checkpoints):
+    for read in (read_config, read_events, read_texts, read_training_texts, read_rollouts, list_logs, read_checkpoints):
         read(run)
     heat_map(read_step_times(run))
+
+
+RECORD = {"source": "a", "sample": 1, "pair": 1, "pairs": 1, "prompt": marked(("a", False)), **marked(("b", True))}
+RECORD |= {"chosen": marked(("c", True)), "rejected": marked(("d", True)), **rollout(1, "a", 1.0)}
+VALUES = st.recursive(
+    st.none() | st.integers(-1, 2) | st.floats() | st.sampled_from(["", "a", "nan"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*RECORD]), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@examples(300)
+@given(st.lists(st.fixed_dictionaries({}, optional={name: st.just(RECORD[name]) | VALUES for name in RECORD})))
+def test_records_of_any_kind_are_survived(tmp_path_factory: pytest.TempPathFactory, records: list[Any]) -> None:
+    directory = tmp_path_factory.getbasetemp() / "records" / "run"
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("inputs.jsonl", "rollouts.jsonl", "samples.jsonl"):
+        write_lines(directory / name, records)
+    run = RunDirectoryReader(directory.parent, "run")
+    json.dumps([read(run) for read in (read_training_texts, read_rollouts, read_texts)], allow_nan=False)
+
+
+def test_only_the_last_rollouts_are_read(tmp_path: Path) -> None:
+    """Of a large file its end, without a group that it may have cut; what a resumed run wrote again counts once."""
+    directory = write_run(tmp_path, "run")
+    write_lines(directory / "rollouts.jsonl", [rollout(step, f"{step}", 0.0) for step in (1, 2, 1, 2, 3)])
+    run = RunDirectoryReader(tmp_path, "run")
+    assert [(group["step"], len(group["texts"])) for group in read_rollouts(run)] == [(3, 1), (2, 1), (1, 1)]
+    long = "x" * (ROLLOUTS_BYTES // 10)
+    write_lines(directory / "rollouts.jsonl", [rollout(step, long, 0.0) for step in range(1, 9) for _ in range(4)])
+    assert [(group["step"], len(group["texts"])) for group in read_rollouts(run)] == [(8, 4), (7, 4)]
+    assert max(len(text["text"]) for group in read_rollouts(run) for text in group["texts"]) == 4000
 
 
 def test_a_small_file_that_is_a_huge_tree_is_cut(tmp_path: Path) -> None:

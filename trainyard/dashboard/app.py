@@ -20,17 +20,10 @@ from trainyard.dashboard.curves import CurveStore
 from trainyard.dashboard.metrics_table import AXES
 from trainyard.dashboard.plan_comparison import PlanComparisons
 from trainyard.dashboard.request_guard import RequireSignIn, SecurityHeaders
-from trainyard.dashboard.run_details import (
-    list_logs,
-    read_checkpoints,
-    read_config,
-    read_events,
-    read_log,
-    read_texts,
-    read_training_texts,
-)
+from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log
 from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.dashboard.run_list import RunList
+from trainyard.dashboard.run_texts import read_rollouts, read_texts, read_training_texts
 from trainyard.dashboard.step_times import heat_map, read_step_times
 from trainyard.metrics.run_directory import is_training
 
@@ -107,6 +100,7 @@ def create_app(data: DashboardData, host: str = "127.0.0.1", token: str | None =
         "checkpoints": lambda run, _: read_checkpoints(run),
         "samples": lambda run, _: read_texts(run),
         "inputs": lambda run, _: read_training_texts(run),
+        "rollouts": lambda run, _: read_rollouts(run),
         "step-times": data.run_step_times,
         "logs": lambda run, _: list_logs(run),
         "logs/{file:path}": data.run_log,

@@ -11,9 +11,10 @@ from trainyard import __version__
 from trainyard.dashboard import STATIC
 from trainyard.dashboard.curves import CurveStore
 from trainyard.dashboard.plan_comparison import PlanComparisons
-from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log, read_texts
+from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log
 from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.dashboard.run_summary import read_summary, run_state
+from trainyard.dashboard.run_texts import read_texts
 from trainyard.dashboard.step_times import heat_map, read_step_times
 
 MARKER = '<meta name="generator" content="trainyard report'
@@ -53,6 +54,7 @@ def collect_parts(run: RunDirectoryReader, with_plan: bool) -> dict[str, Any]:
         "checkpoints": read_checkpoints(run),
         "samples": read_texts(run),
         "inputs": [],  # a report is sent to others, who may not be meant to read the data
+        "rollouts": [],
         "step-times": heat_map(read_step_times(run)),
         "plan": {"state": "done", **(PlanComparisons().compute(run) if with_plan else skipped)},
         "logs": logs,

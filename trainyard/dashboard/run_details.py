@@ -1,5 +1,4 @@
-"""The parts of a run that the dashboard shows on demand: configuration, events, checkpoints, text samples,
-training texts, logs."""
+"""The parts of a run that the dashboard shows on demand: configuration, events, checkpoints, logs."""
 
 from typing import Any
 
@@ -22,11 +21,6 @@ MAX_EVENTS = 500
 """The last events of a run are shown."""
 MAX_SAMPLES = 64
 """Indices of the samples of an event that are shown."""
-TEXTS_BYTES = 1 << 18
-INPUTS_BYTES = 1 << 20
-MAX_PARTS = 4096
-MAX_TEXTS = 60
-MAX_TEXT_CHARS = 4000
 MAX_CHECKPOINTS = 200
 CHECKPOINT_DIRECTORY = "checkpoints"
 LOG_BYTES = 1 << 16
@@ -132,31 +126,6 @@ def read_checkpoints(run: RunDirectoryReader) -> list[dict[str, Any]]:
                 "time": commit.modified if commit else None,
             }
         )
-    return found
-
-
-def read_texts(run: RunDirectoryReader) -> list[dict[str, Any]]:
-    """Text samples, latest first."""
-    found = []
-    for record in reversed(parse_lines(run.read_tail(TEXTS_BYTES, "samples.jsonl").rpartition(b"\n")[0])):
-        step, prompt, text = (record.get(name) for name in ("step", "prompt", "text"))
-        if to_count(step) is not None and isinstance(text, str):
-            shown = prompt[:MAX_TEXT_CHARS] if isinstance(prompt, str) else ""
-            found.append({"step": to_count(step), "prompt": shown, "text": text[:MAX_TEXT_CHARS]})
-    return found[:MAX_TEXTS]
-
-
-def read_training_texts(run: RunDirectoryReader) -> list[dict[str, Any]]:
-    """The samples of inputs.jsonl: their texts in parts, each with whether it is trained."""
-    found = []
-    for record in parse_lines(run.read_head(INPUTS_BYTES, "inputs.jsonl").rpartition(b"\n")[0])[:MAX_TEXTS]:
-        source, parts = record.get("source"), record.get("parts")
-        numbers = {name: to_count(record.get(name)) for name in ("sample", "tokens", "trained", "shown")}
-        if not isinstance(source, str) or not isinstance(parts, list) or None in numbers.values():
-            continue
-        pairs = [part for part in parts[:MAX_PARTS] if isinstance(part, list) and len(part) == 2]
-        shown = [[text, trained is True] for text, trained in pairs if isinstance(text, str)]
-        found.append({**numbers, "source": source[:MAX_TEXT_CHARS], "parts": shown})
     return found
 
 

@@ -1,18 +1,10 @@
-// Everything about one run: facts, and tabs with its events, step times, plan, configuration, checkpoints, data, texts,
-// log.
+// Everything about one run: facts, and tabs with its events, step times, plan, configuration, checkpoints, data,
+// rollouts, texts, log.
 
 import { element, emptyState } from "./dom.js";
 import { compact, count, dateTime, percent, significant } from "./format.js";
-import {
-  checkpointsPanel,
-  configPanel,
-  eventsPanel,
-  inputsPanel,
-  logPanel,
-  planPanel,
-  samplesPanel,
-  stepTimesPanel,
-} from "./panels.js";
+import { checkpointsPanel, configPanel, eventsPanel, logPanel, planPanel, stepTimesPanel } from "./panels.js";
+import { inputsPanel, rolloutsPanel, samplesPanel } from "./text_panels.js";
 
 const TABS = [
   ["events", "Events", eventsPanel],
@@ -21,10 +13,11 @@ const TABS = [
   ["config", "Config", configPanel],
   ["checkpoints", "Checkpoints", checkpointsPanel],
   ["data", "Data", inputsPanel],
+  ["rollouts", "Rollouts", rolloutsPanel],
   ["texts", "Texts", samplesPanel],
   ["log", "Log", logPanel],
 ];
-const REFRESHED = ["events", "times", "checkpoints", "texts", "log"];
+const REFRESHED = ["events", "times", "checkpoints", "rollouts", "texts", "log"];
 const REFRESH_MS = 4000;
 const COMPUTING_MS = 1500;
 

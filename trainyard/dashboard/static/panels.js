@@ -178,48 +178,6 @@ export async function checkpointsPanel({ name, source }) {
   );
 }
 
-export async function samplesPanel({ name, source }) {
-  const found = await source.part(name, "samples");
-  if (!found.length)
-    return emptyState("No text samples. A run writes them with:", "trainyard train my.yaml samples.every=100");
-  return textList(found, (each) => [
-    element("p", { className: "line" }, `step ${count(each.step)}`),
-    element("blockquote", {}, element("b", {}, each.prompt), each.text),
-  ]);
-}
-
-function textList(found, content) {
-  return element(
-    "ol",
-    { className: "texts" },
-    found.map((each) => element("li", {}, ...content(each))),
-  );
-}
-
-/** Samples of the first step, with what of them is trained. */
-export async function inputsPanel({ name, source, state }) {
-  const found = await source.part(name, "inputs");
-  if (!found.length)
-    return emptyState(
-      "No samples: runs on conversations (data.source=chat) write their first ones, which reports leave out. To print some:",
-      `trainyard data show ${shellWord(state.pathOf(name))} --step 1`,
-    );
-  return textList(found, (each) => [
-    element("p", { className: "line" }, `sample ${each.sample}: ${each.source}`),
-    element(
-      "blockquote",
-      {},
-      each.parts.map(([text, isTrained]) => (isTrained ? element("mark", {}, text) : text)),
-    ),
-    element("p", { className: "line" }, trainedText(each)),
-  ]);
-}
-
-function trainedText({ tokens, trained, shown }) {
-  const text = `${count(tokens)} tokens, ${count(trained)} trained (${percent(trained / Math.max(tokens, 1))})`;
-  return shown < tokens ? `${text}; the first ${count(shown)} are shown` : text;
-}
-
 /** The end of a log file. It continues where it was, and follows the end unless the user has scrolled up. */
 export async function logPanel({ name, source, memory }) {
   const files = await source.part(name, "logs");

@@ -22,7 +22,7 @@ export class LiveSource {
     return this.get(`/api/runs/${encodeURIComponent(name)}/curves`, query);
   }
 
-  /** A part of a run: events, config, checkpoints, samples, step-times, plan, logs. */
+  /** A part of a run: events, config, checkpoints, inputs, rollouts, samples, step-times, plan, logs. */
   part(name, part) {
     return this.get(`/api/runs/${encodeURIComponent(name)}/${part}`);
   }
