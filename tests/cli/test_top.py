@@ -23,8 +23,8 @@ import pytest
 from rich.console import Console
 
 from tests.support.span_files import write_span_file
-from trainyard.cli.commands.watch.top_screen import BLOCKS, Snapshot, screen, sparkline
-from trainyard.devices.monitors import DeviceReading, HostReading
+from trainyard.cli.commands.watch.top_screen import BLOCKS, Snapshot, plain_line, screen, sparkline
+from trainyard.devices.monitors import DeviceReading, HostMonitor, HostReading
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.run_status import RunReader, find_running_run
 
@@ -153,6 +153,27 @@ def test_screen_of_80_by_24(tmp_path: Path, open_terminal: Callable[..., Termina
     terminal.wait_for(lambda text: "runs/run: gone" in text)
     terminal.press(b"xq")
     assert terminal.end() == 0
+
+
+def test_rewards_are_below_the_loss(tmp_path: Path) -> None:
+    with make_run(tmp_path) as run:
+        with (run.path / "metrics.jsonl").open("w") as file:
+            for step in range(1, 41):
+                file.write(metrics_line(step, **{"rewards/mean": 3.0, "rewards/accuracy": step / 40}))
+        status = RunReader(run.path).read()
+        console = Console(width=80, height=24, file=io.StringIO(), force_terminal=False)
+        snapshot = Snapshot(0.0, HostMonitor().read(), [], [], status)
+        console.print(screen(snapshot, console))
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert re.match(rf"loss   5\.6000  █[{BLOCKS}]+▁$", lines[2])
+        assert re.match(rf"reward 1\.0000 accuracy  ▁[{BLOCKS}]+█$", lines[3])
+        assert lines[4].startswith("speed ")
+        assert max(map(len, lines)) <= 80
+        assert "| loss 5.6000 | reward accuracy 1.0000 | " in plain_line(snapshot)
+        with (run.path / "metrics.jsonl").open("a") as file:
+            file.write(metrics_line(30, **{"rewards/mean": 0.25}))
+        status = RunReader(run.path).read()
+        assert (status.reward_kind, status.reward, status.rewards[-2:]) == ("mean", 0.25, [29 / 40, 0.25])
 
 
 def test_ctrl_c_ends_it_and_a_new_run_is_followed(tmp_path: Path, open_terminal: Callable[..., Terminal]) -> None:

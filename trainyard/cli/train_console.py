@@ -14,6 +14,7 @@ from trainyard.cli.console import print_line, terminal_safe
 from trainyard.core.constants import GIB, MIB
 from trainyard.core.quantities import counted
 from trainyard.metrics.loggers.base import event_text
+from trainyard.metrics.run_status import reward_of
 from trainyard.run.callbacks import Callback, TrainerView
 
 SAMPLE_CHARACTERS = 160
@@ -123,6 +124,7 @@ def screen_line(record: dict[str, Any], steps: int, width: int) -> str:
     fields = [
         f"step {record['step']:>{len(str(steps))}}/{steps}",
         f"loss {record['loss']:.4f}",
+        *reward_fields(record),
         f"{record['tokens_per_second']:,.0f} tok/s",
         f"{record['memory_bytes'] / GIB:.1f} GiB",
         f"grad {record['grad_norm']:.2f}",
@@ -133,6 +135,12 @@ def screen_line(record: dict[str, Any], steps: int, width: int) -> str:
     while len(fields) > 1 and sum(map(len, fields)) + 2 * (len(fields) - 1) > width:
         fields.pop()
     return "  ".join(fields)
+
+
+def reward_fields(record: dict[str, Any]) -> list[str]:
+    """The accuracy or the mean of the rewards of a step, if it has any."""
+    kind, value = reward_of(record)
+    return [] if value is None else [f"reward {kind} {value:.3f}"]
 
 
 def compile_summary(record: dict[str, Any]) -> str:
@@ -154,6 +162,7 @@ def log_line(record: dict[str, Any], steps: int) -> str:
         f"lr {record['lr']:.3e}",
         f"global batch {record['global_batch']}",
         f"loss {record['loss']:.6f}",
+        *reward_fields(record),
         f"grad norm {record['grad_norm']:.3f}",
         f"param norm {record['param_norm']:.3f}",
         f"{record['tokens_per_second']:.1f} tokens/s",

@@ -1,6 +1,7 @@
 """The state of a run now, read from its directory: step, loss, speed, time left, slowest rank."""
 
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ MAX_LOSSES = 512
 TAIL_BYTES = 4 << 20
 """End of metrics.jsonl that is read first."""
 COMPARED_STEPS = 20
+REWARDS = {"rewards/accuracy": "accuracy", "rewards/mean": "mean"}
+"""Metrics of runs that learn from preferences or rewards, and their kind; a run shows the first one that it has."""
 
 
 class RunStatus(NamedTuple):
@@ -28,6 +31,11 @@ class RunStatus(NamedTuple):
     loss: float | None
     losses: list[float]
     """Losses of the last logged steps, oldest first; finite ones only."""
+    reward: float | None
+    """The accuracy or the mean of its rewards, if it has any."""
+    reward_kind: str
+    rewards: list[float]
+    """Those of the last logged steps."""
     tokens_per_second: float | None
     mfu: float | None
     ms_per_iteration: float | None
@@ -48,6 +56,7 @@ class RunReader:
         self.directory = directory
         self.offset = -1
         self.losses: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
+        self.rewards: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
         self.record: dict[str, Any] = {}
         """The last logged record."""
 
@@ -60,6 +69,7 @@ class RunReader:
         milliseconds = to_finite(self.record.get("ms_per_iteration"))
         left = (steps - step) * milliseconds / 1000 if steps is not None and milliseconds is not None else None
         training = is_training(self.directory)
+        kind, reward = reward_of(self.record)
         gone = not self.directory.is_dir()
         return RunStatus(
             self.directory,
@@ -68,6 +78,9 @@ class RunReader:
             steps,
             to_finite(self.record.get("loss")),
             [loss for _, loss in self.losses],
+            reward,
+            kind,
+            [value for _, value in self.rewards],
             to_finite(self.record.get("tokens_per_second")),
             to_finite(self.record.get("mfu")),
             milliseconds,
@@ -88,16 +101,18 @@ class RunReader:
         lines = read_json_lines(path, self.offset)
         if lines.next_offset < self.offset:  # a resumed run has dropped the end
             self.losses.clear()
+            self.rewards.clear()
         self.offset = lines.next_offset
         for record in lines.records:
             step = to_count(record.get("step"))
             if "loss" not in record or step is None:
                 continue
             self.record = record
-            while self.losses and self.losses[-1][0] >= step:
-                self.losses.pop()
-            if (loss := to_finite(record["loss"])) is not None:
-                self.losses.append((step, loss))
+            for values, value in ((self.losses, to_finite(record["loss"])), (self.rewards, reward_of(record)[1])):
+                while values and values[-1][0] >= step:
+                    values.pop()
+                if value is not None:
+                    values.append((step, value))
 
     def _total_steps(self) -> int | None:
         try:
@@ -105,6 +120,12 @@ class RunReader:
         except (UserError, OSError):
             return None
         return to_count(train.get("steps")) if isinstance(train, dict) else None
+
+
+def reward_of(record: Mapping[str, Any]) -> tuple[str, float | None]:
+    """What kind of reward a record has, and its value; None without one."""
+    kind = next((name for name in REWARDS if name in record), None)
+    return ("", None) if kind is None else (REWARDS[kind], to_finite(record[kind]))
 
 
 def find_running_run(parent: Path) -> Path | None:

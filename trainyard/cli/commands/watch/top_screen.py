@@ -55,6 +55,7 @@ def plain_line(snapshot: Snapshot) -> str:
     if run:
         fields += [str(run.directory), run.state, f"step {_of(run.step, run.steps)}"]
         fields += [f"loss {run.loss:.4f}"] if run.loss is not None else []
+        fields += [f"reward {run.reward_kind} {run.reward:.4f}"] if run.reward is not None else []
         fields += speed_fields(run)
     fields += [f"CPU {host.cpu:.0%}", f"RAM {_gib(host.memory_used, host.memory_total)}"]
     for device in snapshot.devices:
@@ -81,7 +82,7 @@ def screen(snapshot: Snapshot, console: Console) -> RenderableType:
 
 
 def run_rows(run: RunStatus, width: int) -> list[RenderableType]:
-    """Progress, loss, speed and the slowest rank of a run."""
+    """Progress, loss, reward if there is one, speed and the slowest rank of a run."""
     bar = Table.grid(padding=(0, 1, 0, 0))
     left = f"{timedelta(seconds=round(run.seconds_left))} left" if run.seconds_left is not None else ""
     share = f"{run.step / run.steps:.0%}" if run.steps else ""
@@ -94,14 +95,20 @@ def run_rows(run: RunStatus, width: int) -> list[RenderableType]:
         Text(left),
     )
     loss = f"{run.loss:.4f}" if run.loss is not None else "-" if not run.losses else "not finite"
-    line = sparkline(run.losses, max(width - LABEL_WIDTH - len(loss) - 3, 1))
+    reward = f"{run.reward:.4f} {run.reward_kind}" if run.reward is not None else "not finite"
     memory = f"memory {run.memory_bytes / GIB:.1f} GiB" if run.memory_bytes is not None else ""
     return [
         bar,
-        Text.assemble(_label("loss"), loss, "  ", (line, "cyan")),
+        _curve("loss", loss, run.losses, width),
+        *([_curve("reward", reward, run.rewards, width)] if run.rewards else []),
         Text(_label("speed") + "   ".join(filter(None, [*speed_fields(run), memory]))),
         Text(_label("ranks") + slowest(run)),
     ]
+
+
+def _curve(name: str, last: str, values: list[float], width: int) -> Text:
+    line = sparkline(values, max(width - LABEL_WIDTH - len(last) - 3, 1))
+    return Text.assemble(_label(name), last, "  ", (line, "cyan"))
 
 
 def speed_fields(run: RunStatus) -> list[str]:
