@@ -46,6 +46,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     broken = write_run(root, "broken", steps=60, outcome="failed", error="the weights are not finite", started=1.78e9)
     records = [training_record(step, loss="nan" if step > 55 else 2.0) for step in range(1, 61)]
     write_lines(broken / "metrics.jsonl", [*records[:-1], records[-1] | {"not_finite": "loss nan: gradient of a"}])
+    for name, names in (("pairs", ["chosen", "rejected", "margin", "accuracy"]), ("reward", ["mean", "<b>right</b>"])):
+        changes = [{f"rewards/{key}": step / 60 * place for place, key in enumerate(names, 1)} for step in range(61)]
+        more = [{**each, "kl": 0.5, "completions/length": 30.0} if name == "reward" else each for each in changes]
+        learning = write_run(root, name, steps=60, started=1.7e9)
+        write_lines(learning / "metrics.jsonl", [training_record(step, **more[step]) for step in range(1, 61)])
     (root / "empty").mkdir()
     (root / "empty" / "run.json").write_text("{}")
     write_run(root, "odd <b>name & 'quotes'", steps=5, started=1.0)
@@ -179,6 +184,36 @@ def test_spikes_are_marked_and_the_details_show_everything(open_tab: OpenTab, pa
     tab.locator("#panel").get_by_text("loss nan: gradient of a").wait_for()
     tab.get_by_role("button", name="odd <b>name & 'quotes'").first.click()
     assert tab.locator("#details-title").inner_text() == "odd <b>name & 'quotes'"
+
+
+def test_metrics_of_some_runs_have_charts_by_prefix(open_tab: OpenTab, page: RunningDashboard) -> None:
+    common = ["Loss", "Evaluation", "Gradient norm", "Learning rate", "Tokens per second", "MFU"]
+    tab = open_tab(page.url + selected("base", run="base")).tab
+    titles = tab.locator(".chart h3")
+    assert titles.all_inner_texts() == common
+    tab.get_by_label("Show the curves of base").uncheck()
+    tab.get_by_label("Show the curves of pairs").check()
+    tab.locator("h3", has_text="Rewards: accuracy").wait_for()
+    assert titles.all_inner_texts() == ["Loss", "Rewards", "Rewards: accuracy", *common[1:]]
+    rewards = tab.locator(".chart", has=tab.get_by_role("heading", name="Rewards", exact=True))
+    assert rewards.locator(".metric-key span").all_inner_texts() == ["chosen", "rejected", "margin"]
+    plot = rewards.locator(".plot")
+    plot.focus()
+    tab.keyboard.press("End")
+    assert [line.split() for line in plot.locator(".tooltip p").all_inner_texts()] == [
+        ["step", "60"], ["chosen", "1.00"], ["rejected", "2.00"], ["margin", "3.00"],
+    ]  # fmt: skip
+    tab.get_by_label("Smoothing").fill("60")
+    tab.get_by_label("Show the curves of reward").check()
+    tab.locator("h3", has_text="KL divergence").wait_for()
+    assert titles.all_inner_texts() == [
+        "Loss", "Rewards", "Rewards: accuracy", *common[1:], "KL divergence", "Completions: length",
+    ]  # fmt: skip
+    assert "<b>right</b>" in rewards.locator(".metric-key span").all_inner_texts()
+    plot.focus()
+    tab.keyboard.press("End")
+    assert "reward <b>right</b>" in plot.locator(".tooltip").inner_text()
+    assert serious_problems(tab) == []
 
 
 def test_the_answers_of_a_pair_are_beside_each_other(open_tab: OpenTab, page: RunningDashboard) -> None:

@@ -67,6 +67,21 @@ def test_a_resumed_run_that_dropped_its_end_is_read_again(tmp_path: Path) -> Non
     assert ask(store, run)["count"] == 0
 
 
+def test_a_metric_that_appears_later_is_sent_with_all_rows(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "run", 10) / "metrics.jsonl"
+    store, run = CurveStore(), RunDirectoryReader(tmp_path, "run")
+    known = ask(store, run)
+    with path.open("a") as file:
+        file.write(json.dumps(training_record(11) | {"rewards/mean": 0.5}) + "\n")
+    known = ask(store, run, known)
+    assert known["columns"]["rewards/mean"] == [None] * 10 + [0.5]
+    with path.open("a") as file:
+        file.write(json.dumps(training_record(12)) + "\n")
+    known = ask(store, run, known)
+    assert known["is_addition"]
+    assert known["columns"]["rewards/mean"] == [None] * 10 + [0.5, None]
+
+
 def test_a_large_file_is_shown_at_once_and_then_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "DIRECT_BYTES", 100_000)
     directory = write_run(tmp_path, "run", 3000)

@@ -17,7 +17,21 @@ VALUES = st.one_of(
     st.floats(), st.integers(), st.sampled_from(["nan", "inf", "-inf", "1e5", "", None, True, [], {}, 10**400])
 )
 RECORDS = st.dictionaries(
-    st.sampled_from([*COLUMNS, "consumed_tokens", "consumed_samples", "not_finite", "evaluate/loss", "evaluate/x"]),
+    st.sampled_from(
+        [
+            *COLUMNS,
+            "consumed_tokens",
+            "consumed_samples",
+            "not_finite",
+            "evaluate/loss",
+            "evaluate/x",
+            "rewards/chosen",
+            "rewards/x",
+            "kl",
+            "/",
+            "//",
+        ]
+    ),
     VALUES,
 )
 
@@ -89,3 +103,32 @@ def test_a_range_has_a_neighbor_on_each_side() -> None:
     table = MetricsTable()
     table.append([training_record(step) for step in range(1, 101)])
     assert table.select(100, "step", 40, 42)["columns"]["step"] == [39, 40, 41, 42, 43]
+
+
+def test_metrics_with_a_prefix_are_columns_from_their_first_record_on() -> None:
+    table = MetricsTable()
+    table.append([{"step": 1, "loss": 1.0, "x": 5.0, "x/": 5.0, "evaluate/loss": 2.0}])
+    assert table.names == [*COLUMNS]
+    rewards = {"rewards/chosen": 0.5, "kl": 0.25, "evaluate/rewards/chosen": 9.0}
+    table.append([{"step": 2, "loss": 1.0, **rewards}, {"step": 3, "loss": 1.0, "rewards/chosen": "nan"}])
+    found = strict_json(table.select(20))["columns"]
+    assert (found["rewards/chosen"], found["kl"]) == ([None, 0.5, None], [None, 0.25, None])
+    assert found.keys() == {*COLUMNS, "rewards/chosen", "kl"}
+    table.append([{"step": 4, "loss": 1.0, **{f"rewards/{number}": 1.0 for number in range(100)}}])
+    assert len(table.names) == len(COLUMNS) + metrics_table.MAX_METRICS
+    assert table.select_after(3)["columns"]["rewards/7"] == [1.0]
+
+
+def test_a_spike_of_any_metric_survives() -> None:
+    names = [f"rewards/{number}" for number in range(metrics_table.MAX_METRICS)]
+    records = [{**training_record(step), **{name: math.sin(step) for name in names}} for step in range(5000)]
+    for number, name in enumerate(names):
+        records[100 + 200 * number][name] = 50.0
+    table = MetricsTable()
+    table.append(records)
+    columns = table.select(100)["columns"]
+    for number, name in enumerate(names):
+        assert columns["step"][columns[name].index(50.0)] == 100 + 200 * number
+    common = MetricsTable()
+    common.append([training_record(step) for step in range(5000)])
+    assert len(columns["step"]) <= 2 * len(common.select(100)["columns"]["step"])

@@ -66,9 +66,9 @@ class RunCurves:
             return max(state.size - self.offset, 0)
 
     def _append(self, records: list[dict[str, Any]]) -> None:
-        thinned = self.table.thinned
+        before = self.table.thinned, len(self.table.names)
         self.table.append(records)
-        self.generation += self.table.thinned != thinned
+        self.generation += (self.table.thinned, len(self.table.names)) != before
 
     def _restart(self, inode: int) -> None:
         """Read the file from its start: a resumed run has rewritten it."""

@@ -3,6 +3,9 @@
 A chart has a few hundred pixels, a run may have a million steps. `select` divides the rows into buckets and keeps, for
 each series, the rows with its minimum and maximum in every bucket: no spike is lost. It also returns the mean of every
 bucket, from which a smooth curve can be drawn that the choice of extremes does not distort.
+
+Besides what every run logs, a run may have metrics named with a prefix, such as rewards/chosen. They are columns from
+the first record on that has them.
 """
 
 import math
@@ -19,6 +22,11 @@ AXES = ("step", "tokens", "time")
 SERIES = ("loss", "grad_norm", "tokens_per_second", "mfu", "lr")
 COLUMNS = (*AXES, *SERIES)
 EVALUATION_PREFIX = "evaluate/"
+METRICS = ("kl", "clip_fraction")
+"""Metrics of some runs that have no prefix."""
+MAX_METRICS = 24
+"""Columns of a run besides those of all runs; further ones are left out."""
+MAX_NAME_CHARS = 80
 ROWS_PER_BUCKET = 4
 """Up to this many rows per bucket, all of them are sent."""
 MAX_ROWS = 400_000
@@ -36,6 +44,8 @@ class MetricsTable:
     def __init__(self, tokens_per_sample: float | None = None) -> None:
         """`tokens_per_sample` counts the tokens of records that have only consumed_samples."""
         self.tokens_per_sample = tokens_per_sample
+        self.names = [*COLUMNS]
+        """The columns: those of all runs, and then the metrics of this one."""
         self._values = np.empty((0, len(COLUMNS)))
         self.count = 0
         self.evaluations: list[tuple[int, dict[str, float | None]]] = []
@@ -70,21 +80,30 @@ class MetricsTable:
     def _append_rows(self, records: list[dict[str, Any]]) -> None:
         if not records:
             return
-        new = np.empty((len(records), len(COLUMNS)))
-        for column, name in enumerate(COLUMNS):
+        self._add_columns(records)
+        new = np.empty((len(records), len(self.names)))
+        for column, name in enumerate(self.names):
             if name == "tokens":
                 new[:, column] = self._tokens(records)
             else:
                 new[:, column] = to_floats([record.get(name) for record in records])
         needed = self.count + len(new)
         if needed > len(self._values):
-            grown = np.empty((max(needed, len(self._values) * 5 // 4, 256), len(COLUMNS)))
+            grown = np.empty((max(needed, len(self._values) * 5 // 4, 256), len(self.names)))
             grown[: self.count] = self.rows
             self._values = grown
         self._values[self.count : needed] = new
         self.count = needed
         if self.count > MAX_ROWS:
             self._thin()
+
+    def _add_columns(self, records: list[dict[str, Any]]) -> None:
+        """Columns for metrics that no record had before."""
+        names = dict.fromkeys(name for record in records for name in record if is_metric(name))
+        added = [name for name in names if name not in self.names][: len(COLUMNS) + MAX_METRICS - len(self.names)]
+        if added:
+            self.names += added
+            self._values = np.pad(self._values, ((0, 0), (0, len(added))), constant_values=np.nan)
 
     def _tokens(self, records: list[dict[str, Any]]) -> FloatArray:
         tokens = to_floats([record.get("consumed_tokens") for record in records])
@@ -119,20 +138,28 @@ class MetricsTable:
         if np.any(steps[1:] < steps[:-1]):
             values = values[np.argsort(steps, kind="stable")]
         if len(values) <= ROWS_PER_BUCKET * buckets:
-            return {"columns": _columns(values)}
-        kept = _extreme_rows(values[:, len(AXES) :], buckets)
-        return {"columns": _columns(values[kept]), "means": _columns(_bucket_means(values, buckets))}
+            return {"columns": self._columns(values)}
+        kept = _extreme_rows(values[:, len(AXES) : len(COLUMNS)], buckets)
+        if metrics := len(self.names) - len(COLUMNS):  # many have larger buckets, and add no more rows than the others
+            larger = max(buckets * len(SERIES) // max(metrics, len(SERIES)), 1)
+            kept = np.union1d(kept, _extreme_rows(values[:, len(COLUMNS) :], larger))
+        return {"columns": self._columns(values[kept]), "means": self._columns(_bucket_means(values, buckets))}
 
     def select_after(self, row: int) -> dict[str, Any]:
         """All rows from `row` on."""
-        return {"columns": _columns(self.rows[row:])}
+        return {"columns": self._columns(self.rows[row:])}
+
+    def _columns(self, values: FloatArray) -> dict[str, list[Any]]:
+        return {
+            name: (to_json_exact if name in AXES else to_json)(values[:, column].tolist())
+            for column, name in enumerate(self.names)
+        }
 
 
-def _columns(values: FloatArray) -> dict[str, list[Any]]:
-    return {
-        name: (to_json_exact if name in AXES else to_json)(values[:, column].tolist())
-        for column, name in enumerate(COLUMNS)
-    }
+def is_metric(name: str) -> bool:
+    """True for a key of a training record that only some runs have, and that the dashboard draws."""
+    is_grouped = "/" in name.strip("/") and not name.startswith(EVALUATION_PREFIX) and len(name) <= MAX_NAME_CHARS
+    return is_grouped or name in METRICS
 
 
 def _in_buckets(values: FloatArray, buckets: int) -> FloatArray:

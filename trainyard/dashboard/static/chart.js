@@ -1,6 +1,6 @@
-// One chart of one quantity, with a line for each run, drawn by uPlot.
+// One chart of one or several quantities, with a line for each of every run, drawn by uPlot.
 
-import { LOG_AXIS, drawCross, drawTriangle, yRange } from "./chart_drawing.js";
+import { DASHES, LOG_AXIS, drawCross, drawTriangle, swatch, yRange } from "./chart_drawing.js";
 import { announce, element } from "./dom.js";
 import { exact, tick } from "./format.js";
 import { lowerBound, nearest } from "./run_data.js";
@@ -42,7 +42,8 @@ export class Chart {
     new ResizeObserver(() => this.#resize()).observe(this.area);
   }
 
-  /** Draw `lines`: {name, slot, points, smoothed, marks}. `view` has axis, unit, logX, logY and range. */
+  /** Draw `lines`: {name, slot, dash, points, smoothed, marks}; dash is the number of a pattern. `view` has axis, unit,
+   * logX, logY and range. */
   draw(lines, view) {
     this.#lines = lines;
     this.view = view;
@@ -61,7 +62,7 @@ export class Chart {
         ? uPlot.join(tables.map(([x, y]) => [x, this.#positive(y)]))
         : [tables[0][0], this.#positive(tables[0][1])];
     const key = JSON.stringify([
-      lines.map((line) => [line.name, line.slot, Boolean(line.smoothed)]),
+      lines.map((line) => [line.name, line.slot, line.dash, Boolean(line.smoothed)]),
       view.axis,
       view.unit,
       view.logX,
@@ -118,7 +119,7 @@ export class Chart {
     const series = [{}];
     for (const line of this.#lines) {
       const stroke = colorOf(`--color-${line.slot % COLORS}`);
-      const dash = line.slot >= COLORS ? [6, 4] : undefined;
+      const dash = DASHES[(line.dash + (line.slot >= COLORS ? 1 : 0)) % DASHES.length];
       const few = line.points[0].length < 3;
       const common = { stroke, dash, width: 1.5, spanGaps: true };
       if (line.smoothed) {
@@ -223,10 +224,8 @@ export class Chart {
       const index = nearest(x, at);
       if (index < 0 || y[index] === null || Math.abs(x[index] - at) > near) continue;
       shown = x[index];
-      const swatch = element("i", {});
-      swatch.style.background = colorOf(`--color-${line.slot % COLORS}`);
       rows.push(
-        element("p", {}, swatch, element("span", {}, line.name), element("b", {}, ` ${this.spec.value(y[index])} `)),
+        element("p", {}, swatch(colorOf(`--color-${line.slot % COLORS}`)), element("span", {}, line.name), element("b", {}, ` ${this.spec.value(y[index])} `)),
       );
     }
     const marks = this.#lines.flatMap((line) =>

@@ -1,4 +1,22 @@
-// Ticks, ranges and marks of a chart.
+// Ticks, ranges, lines and marks of a chart.
+
+import { element } from "./dom.js";
+
+/** Patterns of lines, in pixels that are drawn and left out. */
+export const DASHES = [undefined, [6, 4], [2, 3], [10, 3, 2, 3]];
+
+/** A piece of a line for a key. */
+export function swatch(color, dash) {
+  const piece = element("i", {});
+  let at = 0;
+  const stops = (dash ?? []).flatMap((length, index) => {
+    const stop = `${index % 2 ? "transparent" : color} ${at}px ${at + length}px`;
+    at += length;
+    return [stop];
+  });
+  piece.style.background = dash ? `repeating-linear-gradient(90deg, ${stops.join()})` : color;
+  return piece;
+}
 
 /** Options of a logarithmic axis of uPlot. */
 export const LOG_AXIS = { splits: (plot, index, low, high) => logTicks(low, high), filter: (plot, splits) => splits };

@@ -1,12 +1,15 @@
 // The charts of the selected runs, and the controls of all of them.
 
 import { Chart } from "./chart.js";
+import { DASHES, swatch } from "./chart_drawing.js";
 import { Controls } from "./controls.js";
 import { element, emptyState } from "./dom.js";
 import { compact, count, percent, significant, tick } from "./format.js";
 import { markText } from "./marks.js";
+import { metricGroups, shortName } from "./metric_groups.js";
 import { RunData, smooth } from "./run_data.js";
 import { COLORS } from "./state.js";
+import { colorOf } from "./theme.js";
 
 const CHARTS = [
   { series: "loss", title: "Loss", digits: 4, empty: "No step has been logged yet." },
@@ -37,14 +40,13 @@ export class Curves {
   #pending = new Map();
   #timer = null;
   #evaluation = "evaluate/loss";
+  #metricCharts = new Map();
   #colors = 0;
   #frame = null;
 
   constructor(section, state, slots, source, runs) {
     Object.assign(this, { section, state, slots, source, runs });
-    this.charts = CHARTS.map(
-      (spec) => new Chart({ ...spec, tick: tickText(spec), value: valueText(spec) }, (range) => this.#zoom(range)),
-    );
+    this.charts = CHARTS.map((spec) => this.#newChart(spec));
     this.controls = new Controls(state, () => this.#zoom(null));
     this.legend = element("ul", { className: "legend", "aria-label": "Selected runs" });
     this.note = element("p", { className: "note", role: "status" });
@@ -68,6 +70,10 @@ export class Curves {
       this.draw();
     });
     this.charts[1].extra.append(this.evaluationChoice);
+  }
+
+  #newChart(spec) {
+    return new Chart({ ...spec, tick: tickText(spec), value: valueText(spec) }, (range) => this.#zoom(range));
   }
 
   /** The data of a run, for the panel of its events. */
@@ -194,7 +200,53 @@ export class Curves {
         this.view,
       ),
     );
+    this.#drawMetrics(shown);
     this.#drawNote(shown);
+  }
+
+  /** Charts of what only some runs log. Rewards are beside the loss. */
+  #drawMetrics(shown) {
+    const groups = metricGroups([...new Set(shown.flatMap(([, data]) => data.metricNames()))]);
+    const charts = new Map();
+    for (const group of groups) {
+      const key = JSON.stringify(group);
+      const spec = { ...group, digits: 3, empty: "No value has been logged." };
+      charts.set(key, this.#metricCharts.get(key) ?? this.#newChart(spec));
+    }
+    for (const [key, chart] of this.#metricCharts) if (!charts.has(key)) chart.draw([], this.view);
+    this.#metricCharts = charts;
+    const isFirst = (chart) => chart.spec.isFirst;
+    const [loss, ...common] = this.charts;
+    const added = [...charts.values()];
+    const all = [loss, ...added.filter(isFirst), ...common, ...added.filter((chart) => !isFirst(chart))];
+    const figures = all.map((chart) => chart.figure);
+    if (figures.some((figure, index) => this.grid.children[index] !== figure) || this.grid.children[figures.length])
+      this.grid.replaceChildren(...figures);
+    for (const chart of added) this.#drawMetricChart(chart, shown);
+  }
+
+  /** With one run, metrics differ by color; with several, runs do, and metrics differ by their dashes. */
+  #drawMetricChart(chart, shown) {
+    const { names } = chart.spec;
+    const isAlone = shown.length === 1;
+    const styleOf = (index) => (isAlone ? { slot: index, dash: 0 } : { dash: index });
+    const lines = shown.flatMap(([run, data]) =>
+      names
+        .filter((series) => data.columns[series])
+        .map((series) => ({
+          ...this.#line(run, data, { series }),
+          ...(names.length > 1 ? styleOf(names.indexOf(series)) : {}),
+          name: names.length === 1 ? run : isAlone ? shortName(series) : `${run} ${shortName(series)}`,
+        })),
+    );
+    chart.draw(lines, { ...this.view, logY: false }); // rewards and log-probabilities may be negative
+    const keys = names.map((series, index) => {
+      const color = colorOf(isAlone ? `--color-${index % COLORS}` : "--muted");
+      const dash = DASHES[(isAlone ? Math.floor(index / COLORS) : index) % DASHES.length];
+      return element("span", {}, swatch(color, dash), shortName(series));
+    });
+    chart.extra.className = "extra metric-key";
+    chart.extra.replaceChildren(...(names.length > 1 ? keys : []));
   }
 
   #shown() {
@@ -219,7 +271,7 @@ export class Curves {
     const points = scaled(
       isEvaluation ? data.evaluationPoints(this.#evaluation, axis, logX) : data.points(series, axis, logX),
     );
-    const line = { name, slot: this.slots.of(name) ?? 0, points, smoothed: null, marks: [] };
+    const line = { name, slot: this.slots.of(name) ?? 0, dash: 0, points, smoothed: null, marks: [] };
     if (smoothing && !isEvaluation && points[0].length > 2) {
       const [x, y] = scaled(data.smoothPoints(series, axis, logX));
       const length = range ? range[1] - range[0] : x.at(-1) - x[0];

@@ -1,5 +1,7 @@
 // The numbers of one run as the charts need them, and how they are smoothed.
 
+const COMMON = ["step", "tokens", "time", "loss", "grad_norm", "tokens_per_second", "mfu", "lr"];
+
 /** What the server has sent about a run's curves so far. */
 export class RunData {
   columns = { step: [], tokens: [], time: [] };
@@ -67,6 +69,11 @@ export class RunData {
       y.push(given[index]);
     }
     return [x, y];
+  }
+
+  /** Names of the columns that not all runs have, such as rewards/chosen. */
+  metricNames() {
+    return Object.keys(this.columns).filter((name) => !COMMON.includes(name));
   }
 
   /** Names of the evaluations, such as evaluate/loss. */
