@@ -45,13 +45,13 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 5040,
+    "cli": 5075,
     "cluster": 2200,
     "compat": 480,
     "config": 1500,
     "core": 930,
-    "dashboard": 1300,
-    "data": 3950,
+    "dashboard": 1350,
+    "data": 3965,
     "devices": 1600,
     "evaluate": 650,
     "families": 1410,
@@ -60,13 +60,13 @@ BUDGETS = {
     "inference": 2650,
     "kernels": 3100,
     "launch": 550,
-    "metrics": 1610,
+    "metrics": 1620,
     "models": 1290,
     "parallel": 1570,
     "preflight": 4220,
     "prepare": 2200,
     "remote": 2900,
-    "run": 2811,
+    "run": 2821,
     "train": 2820,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
