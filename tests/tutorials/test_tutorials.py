@@ -21,6 +21,7 @@ def test_there_is_one_tutorial_per_guide() -> None:
         "gpt3-wikipedia",
         "llama-nxdt",
         "llama2-nxd",
+        "prefer",
     }
 
 
