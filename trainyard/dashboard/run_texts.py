@@ -57,9 +57,9 @@ def read_rollouts(run: RunDirectoryReader) -> list[dict[str, Any]]:
     """Groups of completions of one prompt: the latest step first, and in a group the best reward."""
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
     records = parse_lines(run.read_tail(ROLLOUTS_BYTES, "rollouts.jsonl").rpartition(b"\n")[0])
-    for key, group in groupby(records, lambda record: (to_count(record.get("step")), to_count(record.get("group")))):
+    for key, members in groupby(records, lambda record: (to_count(record.get("step")), to_count(record.get("group")))):
         if key[0] is not None and key[1] is not None:
-            groups[key[0], key[1]] = [record for record in group if isinstance(record.get("completion"), str)]
+            groups[key[0], key[1]] = [record for record in members if isinstance(record.get("completion"), str)]
     state = run.state("rollouts.jsonl")
     if state and state.size > ROLLOUTS_BYTES and len(groups) > 1:
         del groups[next(iter(groups))]  # its first completions may be missing
