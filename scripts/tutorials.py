@@ -11,7 +11,8 @@ compared with numbers masked, except for steps and losses: steps are equal, loss
 generates has title="Example output": --update writes it, and nothing compares it, since rounding differs by machine.
 
 <!-- loss: RUN... --> before a picture draws the loss of runs there, <!-- page: RUN... --> takes a screenshot of
-`trainyard page` (needs Chromium), <!-- charts: RUN... --> one of its first row of charts, and <!-- time --> ... <!-- /time --> contains the duration of all commands.
+`trainyard page` (needs Chromium), <!-- charts: RUN... --> one of its first two charts, and <!-- time --> ...
+<!-- /time --> contains the duration of all commands.
 """
 
 import argparse
