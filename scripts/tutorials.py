@@ -11,7 +11,8 @@ compared with numbers masked, except for steps and losses: steps are equal, loss
 generates has title="Example output": --update writes it, and nothing compares it, since rounding differs by machine.
 
 <!-- loss: RUN... --> before a picture draws the loss of runs there, <!-- page: RUN... --> takes a screenshot of
-`trainyard page` (needs Chromium), and <!-- time --> ... <!-- /time --> contains the duration of all commands.
+`trainyard page` (needs Chromium), <!-- charts: RUN... --> one of its first two charts, and <!-- time --> ...
+<!-- /time --> contains the duration of all commands.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r'^```(?P<language>\w+) title="(?P<title>[^"]+)"\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
-PICTURE = re.compile(r"<!-- (?P<kind>loss|page): (?P<runs>[^>]+) -->\n!\[[^\]]*\]\((?P<path>[^)]+)\)")
+PICTURE = re.compile(r"<!-- (?P<kind>loss|page|charts): (?P<runs>[^>]+) -->\n!\[[^\]]*\]\((?P<path>[^)]+)\)")
 TIME = re.compile(r"(?<=<!-- time -->).*?(?=<!-- /time -->)", re.DOTALL)
 COMMANDS, OUTPUT, EXAMPLE = "This machine", "Output", "Example output"
 GAP = "..."
@@ -241,7 +242,7 @@ def draw_pictures(page: Path, directory: Path) -> None:
         if match["kind"] == "loss":
             target.write_text(loss_curves(runs))
         else:
-            take_screenshot(runs, target)
+            take_screenshot(runs, target, match["kind"] == "charts")
 
 
 def loss_curves(runs: list[Path]) -> str:
@@ -287,8 +288,8 @@ def loss_curves(runs: list[Path]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def take_screenshot(runs: list[Path], target: Path) -> None:
-    """A picture of `trainyard page` that shows the runs."""
+def take_screenshot(runs: list[Path], target: Path, only_charts: bool) -> None:
+    """A picture of `trainyard page` that shows the runs, or of the first two charts there."""
     from playwright.sync_api import sync_playwright
 
     command = [sys.executable, "-m", "trainyard", "page", runs[0].parent.name, "--port", "0"]
@@ -299,12 +300,18 @@ def take_screenshot(runs: list[Path], target: Path) -> None:
         chosen = "#" + "&".join(f"runs={run.name}" for run in runs) + f"&run={runs[-1].name}"
         with sync_playwright() as started:
             browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            tab = browser.new_context(viewport={"width": 1120, "height": 480}).new_page()
+            width = 1280 if only_charts else 1120
+            tab = browser.new_context(viewport={"width": width, "height": 480}).new_page()
             tab.goto(url + chosen)
             tab.wait_for_selector("html[data-ready]", state="attached")
             tab.wait_for_selector("#panel > :not(.computing)", timeout=120_000)
             tab.wait_for_timeout(500)
-            tab.screenshot(path=target)
+            if only_charts:
+                first, second = (tab.locator(".chart").nth(index).bounding_box() for index in (0, 1))
+                size = {"width": second["x"] + second["width"] - first["x"], "height": first["height"]}
+                tab.screenshot(path=target, clip={"x": first["x"], "y": first["y"], **size})
+            else:
+                tab.screenshot(path=target)
             browser.close()
     finally:
         server.terminate()
