@@ -28,7 +28,7 @@ def prepare_reference(run: TrainSetup, directory: Path) -> None:
     if not isinstance(loss, PairLoss) or not loss.needs_reference:
         return
     if loss.options.get("reference") == "live":
-        run.runner.add_reference, loss.live_reference = None, LiveReference(FrozenWeights(run).in_place)
+        run.runner.add_reference, loss.add_live_scores = None, LiveReference(FrozenWeights(run).in_place)
         return
     files = [directory / REFERENCE_FILE]
     if key := _weights_key(run):

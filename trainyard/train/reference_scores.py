@@ -103,7 +103,7 @@ class LiveReference:
     def __init__(self, in_place: Callable[[], AbstractContextManager[None]]) -> None:
         self.in_place = in_place
 
-    def add_scores(self, runner: MicroBatchRunner, loss: PairLoss, batches: list[Batch], rng_key: Tensor) -> None:
+    def __call__(self, runner: MicroBatchRunner, loss: PairLoss, batches: list[Batch], rng_key: Tensor) -> None:
         """Add `reference_scores` to each of the batches."""
         with self.in_place():
             found = [scores for _, scores in answer_scores(runner, loss, batches, rng_key)]
