@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.support import configs
 from trainyard import Trainer
+from trainyard.core.errors import UserError
 from trainyard.run.rollouts.rollout import RolloutBatch
 
 END = "<|im_end|>"
@@ -145,3 +146,23 @@ def test_turns_are_counted_and_end_at_seq_len(tmp_path: Path, model: Path) -> No
     for each in seen:
         assert each["completion"][-1]["role"] == "assistant"  # no answer that the model had no room to read
     assert torch.isfinite(torch.from_numpy(rollouts.advantages)).all()
+
+
+def broken(text: str) -> str:
+    raise LookupError(f"no answer\nto {len(text)}")
+
+
+def number(text: str) -> Any:
+    return len(text)
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ("broken", r"rollout.tool: LookupError: no answer to \d+ \(.*test_rollout_tools.py, line \d+\)$"),
+        ("number", "rollout.tool: returned an int; expected text or None"),
+    ],
+)
+def test_a_wrong_tool_is_one_line(tmp_path: Path, model: Path, tool: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, model, rollout={"tool": f"{__name__}:{tool}"})
