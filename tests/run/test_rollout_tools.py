@@ -5,7 +5,6 @@ The model is random but for one direction, which lets it write a few letters and
 
 import json
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
+def forget() -> None:
     seen.clear()
-    yield
 
 
 def train(tmp_path: Path, model: Path, **sections: Any) -> RolloutBatch:
