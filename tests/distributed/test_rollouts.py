@@ -2,6 +2,7 @@
 has, and resumes between two updates on the same completions."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,19 @@ def test_resumes_between_two_updates(
         file.unlink()
     with pytest.raises(RankFailed, match=r"00000002.npz: missing, and step 3 is inside a batch"):
         run(pool, prompts, tmp_path / "lost", "grpo", "single", checkpoint=source)
+
+
+def test_files_of_a_lost_attempt_are_not_those_to_keep(pool: Pool, prompts: str, tmp_path: Path) -> None:
+    """The run was at step 8 when it was lost, and goes on at step 3. A checkpoint at step 5 needs the file of 4."""
+    directory, _ = run(pool, prompts, tmp_path, "grpo", "single", checkpoint={"every": 3})
+    rollouts = directory / "rollouts"
+    for step in (6, 8):
+        shutil.copy(rollouts / "00000002.npz", rollouts / f"{step:08d}.npz")
+    steps = {"train": {"steps": 5}, "checkpoint": {"every": 3, "resume": "auto"}}
+    again, records = run(pool, prompts, tmp_path, "grpo", "single", **steps)
+    assert again == directory
+    assert [record["step"] for record in records if "loss" in record][-2:] == [4, 5]
+    assert sorted(file.name for file in rollouts.glob("*")) == ["00000002.npz", "00000004.npz"]
 
 
 def test_rollouts_are_written_for_people(single: dict[str, tuple[Path, list[Any]]]) -> None:

@@ -228,7 +228,11 @@ class RolloutLoader:
         file = self._file(self.directory, step)
         rollouts.write(file)
         every = self.run.config.checkpoint.every
-        for old in sorted(file.parent.glob("*.npz"))[:-KEPT_FILES]:
+        files = sorted(file.parent.glob("*.npz"))
+        place = files.index(file) + 1
+        for later in files[place:]:  # of an attempt that got further than its last checkpoint
+            later.unlink()
+        for old in files[:place][:-KEPT_FILES]:
             first = int(old.stem)
             inside = range(first + 1, first + self.steps_per_batch)
             if not any(every and completed % every == 0 for completed in inside):
