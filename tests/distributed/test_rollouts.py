@@ -190,6 +190,7 @@ def test_advantages_follow_the_rewards_of_their_own_prompt(single: dict[str, tup
         ({"layout": {"pp": 2}}, r"layout.pp=2: train.objective=grpo generates with the weights of the trainer"),
         ({"layout": {"zero": 3}}, r"layout.zero=3: .*nearest: 1"),
         ({"rollout": {"rewards": []}}, "rollout.rewards: missing"),
+        ({"rollout": {"rewards": ["a:b", "a:b"], "weights": []}}, "rollout.rewards=a:b: given twice"),
         ({"rollout": {"completions": 3}}, "not a multiple of rollout.completions=3; nearest: 6 or 9"),
         ({"rollout": {"weights": [1.0]}}, "give one per reward"),
         ({"policy": {"variant": "x"}}, "policy.variant"),

@@ -4,6 +4,7 @@ The model is random but for one direction, which lets it write a few letters and
 """
 
 import json
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.support import configs
+from tests.support.pool import Pool
 from trainyard import Trainer
+from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.run.rollouts.rollout import RolloutBatch
 
@@ -65,8 +68,7 @@ def forget() -> None:
     seen.clear()
 
 
-def train(tmp_path: Path, model: Path, **sections: Any) -> RolloutBatch:
-    """The rollouts of a step."""
+def configure(tmp_path: Path, model: Path, **sections: Any) -> Config:
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in CHATS))
     default: dict[str, Any] = {
@@ -83,7 +85,12 @@ def train(tmp_path: Path, model: Path, **sections: Any) -> RolloutBatch:
         "log": {"directory": str(tmp_path / "runs")},
     }
     merged = {key: default.get(key, {}) | sections.get(key, {}) for key in default | sections}
-    trainer = Trainer(configs.tiny_config({"from_hf": str(model)}, **merged))  # type: ignore[arg-type]
+    return configs.tiny_config({"from_hf": str(model)}, **merged)  # type: ignore[arg-type]
+
+
+def train(tmp_path: Path, model: Path, **sections: Any) -> RolloutBatch:
+    """The rollouts of a step."""
+    trainer = Trainer(configure(tmp_path, model, **sections))
     trainer.run()
     rollouts = RolloutBatch.read(trainer.directory / "rollouts" / "00000000.npz")
     assert rollouts
@@ -164,3 +171,18 @@ def number(text: str) -> Any:
 def test_a_wrong_tool_is_one_line(tmp_path: Path, model: Path, tool: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         train(tmp_path, model, rollout={"tool": f"{__name__}:{tool}"})
+
+
+def process(text: str) -> str | None:
+    """Answers something else in each process, and more of it."""
+    return str(os.getpid()) * (1 + os.getpid() % 3) if os.getpid() % 2 or len(text) % 3 else None
+
+
+@pytest.mark.nightly
+def test_ranks_of_a_tensor_parallel_group_read_the_same_answers(pool: Pool, tmp_path: Path, model: Path) -> None:
+    config = configure(tmp_path, model, rollout={"tool": f"{__name__}:process"}, layout={"tp": 2})
+    directory = Path(pool.run("tests.distributed.rank_jobs:run", (config,), 2)[0]["directory"])
+    (record, *_) = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    assert record["log_probs/difference"] < 1e-5
+    written = [json.loads(line)["completion"] for line in (directory / "rollouts.jsonl").read_text().splitlines()]
+    assert any("tool" in completion for completion in written)
