@@ -49,9 +49,9 @@ BUDGETS = {
     "cluster": 2200,
     "compat": 480,
     "config": 1635,
-    "core": 940,
+    "core": 945,
     "dashboard": 1350,
-    "data": 4285,
+    "data": 4295,
     "devices": 1600,
     "evaluate": 650,
     "families": 1445,
@@ -66,8 +66,8 @@ BUDGETS = {
     "preflight": 4230,
     "prepare": 2200,
     "remote": 2900,
-    "run": 3370,
-    "train": 3115,
+    "run": 3400,
+    "train": 3120,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
