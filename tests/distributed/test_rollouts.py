@@ -123,6 +123,7 @@ def test_the_sampler_and_the_trainer_agree(single: dict[str, tuple[Path, list[An
         steps = [record for record in records if "loss" in record]
         assert steps[0]["log_probs/difference"] < 1e-6, kind  # the first update on a batch of rollouts
         assert steps[1]["log_probs/difference"] > 1e-5, kind  # weights have changed since
+        assert steps[2]["log_probs/difference"] < 1e-6, kind  # those of the second batch, not of the one before
         assert steps[0]["rewards/total"] != steps[2]["rewards/total"]
         assert reward_of(steps[0]) == ("mean", steps[0]["rewards/total"])
 
