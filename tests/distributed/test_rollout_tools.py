@@ -19,6 +19,7 @@ from tests.support import configs
 from tests.support.pool import Pool
 from trainyard import Trainer
 from trainyard.config.schema import Config
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.run.rollouts.rollout import RolloutBatch
 
@@ -127,6 +128,24 @@ def test_tokens_are_those_of_transformers_for_the_same_messages(tmp_path: Path, 
         kinds.add((len(answers), bool(ended)))
     assert {turns for turns, _ in kinds} >= {1, 2, 3}
     assert {ended for _, ended in kinds} == {True, False}
+
+
+def test_only_what_the_model_drew_is_trained(tmp_path: Path, model: Path) -> None:
+    """Each label is the token after it, with the log-probability that it was drawn with and the right advantage."""
+    rollouts = train(tmp_path, model)
+    rows = np.array([5, 2, 11])
+    batch = rollouts.batch(rows, np.arange(3), SEQ_LEN)
+    width = rollouts.tokens.shape[1]
+    sampled = rollouts.sampled[rows, 1:]
+    inside = sampled[:, :-1] & ~sampled[:, 1:]
+    assert inside.sum() > len(rows)  # more than one turn
+    labels, log_probs = batch["labels"].numpy(), batch["old_log_probs"].numpy()
+    assert ((labels[:, : width - 1] != IGNORE_INDEX) == sampled).all()
+    assert (labels[:, width - 1 :] == IGNORE_INDEX).all()
+    assert (labels[:, : width - 1][sampled] == rollouts.tokens[rows, 1:][sampled]).all()
+    assert (log_probs[:, : width - 1][sampled] < 0).all()
+    assert (log_probs[:, : width - 1][~sampled] == 0).all()
+    assert batch["advantages"].tolist() == rollouts.advantages[rows].tolist()
 
 
 def test_the_trainer_gives_turns_after_a_tool_what_the_sampler_gave(tmp_path: Path, model: Path) -> None:

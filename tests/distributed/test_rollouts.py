@@ -3,6 +3,7 @@ has, and resumes between two updates on the same completions."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support import configs
 from tests.support.pool import Pool, RankFailed
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_status import reward_of
+from trainyard.preflight.verify import compare_records, record_training
 from trainyard.run.rollouts.rewards import RewardFunctions, exact, matching
 from trainyard.run.rollouts.rollout import RolloutBatch
 from trainyard.run.trainer import Trainer
@@ -121,6 +123,7 @@ def test_the_sampler_and_the_trainer_agree(single: dict[str, tuple[Path, list[An
         steps = [record for record in records if "loss" in record]
         assert steps[0]["log_probs/difference"] < 1e-6, kind  # the first update on a batch of rollouts
         assert steps[1]["log_probs/difference"] > 1e-5, kind  # weights have changed since
+        assert steps[2]["log_probs/difference"] < 1e-6, kind  # those of the second batch, not of the one before
         assert steps[0]["rewards/total"] != steps[2]["rewards/total"]
         assert reward_of(steps[0]) == ("mean", steps[0]["rewards/total"])
 
@@ -279,3 +282,18 @@ def test_a_damaged_file_of_rollouts_is_missing(tmp_path: Path, single: dict[str,
     for damaged in (b"", content[:100], content[: len(content) // 2], content[:200] + b"x" * 90 + content[290:]):
         (tmp_path / "x.npz").write_bytes(damaged)
         assert RolloutBatch.read(tmp_path / "x.npz") is None
+
+
+def test_verify_compares_steps_that_train(prompts: str) -> None:
+    """Prompts have no labels, and a loss of 0 would be the same at every layout."""
+    keys: dict[str, Any] = {
+        "data": {"source": "prompts", "paths": prompts, "seq_len": 16},
+        "train": {"steps": 1, "global_batch": 8, "micro_batch": 2, "objective": "grpo"},
+        "rollout": {"rewards": [f"{__name__}:spread"], "completions": 4, "max_new_tokens": 6},
+    }
+    record = record_training(configs.tiny_config({**configs.LLAMA, "vocab": 257, "layers": 2}, **keys), 1)
+    assert record.grad_norms[0] > 0.1
+    assert all(finding.ok for finding in compare_records(record, record, "fp32"))
+    nothing, something = (replace(record, losses=[0.0], grad_norms=[norm]) for norm in (0.0, 1e-3))
+    assert all(finding.ok for finding in compare_records(nothing, nothing, "fp32"))
+    assert not all(finding.ok for finding in compare_records(something, nothing, "fp32"))
