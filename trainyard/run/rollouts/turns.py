@@ -54,7 +54,7 @@ class Turns:
         is_text = isinstance(self.prompts.prompts[completion.prompt], str)
         text = answer if is_text else self._rendered(answer, turn[-1])
         # With the end of the turn before it, since some tokenizers begin a text with another token.
-        end: str = encoder.fast.id_to_token(turn[-1])
+        end = encoder.fast.id_to_token(turn[-1]) or ""
         tokens: list[int] = encoder.fast.encode(end + text, add_special_tokens=False).ids
         return tokens[1:]
 
