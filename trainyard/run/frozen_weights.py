@@ -23,7 +23,7 @@ class FrozenWeights:
         if not run.completed_steps:
             return
         if run.base is None:
-            raise UserError("policy.kl: the run started from weights that were given as an argument; nearest: 0")
+            raise UserError("the reference of step 0: the run started from weights that were given as an argument")
         values = build.initial_parameters(run.config.model, run.base, run.context, False, None)
         for name in state.names:
             state.flat.view(self.weights, name).copy_(values(name))
