@@ -159,7 +159,7 @@ TRL: Mapping[str, Rows] = {
         "undesirable_weight": ("preference.undesirable_weight", "train.objective=kto"),
         "center_rewards_coefficient": ("preference.center_weight", "train.objective=reward"),
         "reference_free": ("preference.reference_free", "train.objective=dpo"),
-        "precompute_ref_log_probs": ("train.objective=dpo", "always, of kto too: computed once, and kept"),
+        "precompute_ref_log_probs": ("preference.reference", "true: stored, the default here; false: live"),
         "ref_model": ("checkpoint.init_from", "the reference is the model that the run starts from"),
         "activation_offloading": ("recompute.kind=full", ""),
     },
