@@ -49,10 +49,10 @@ def test_a_logged_step_fits_the_terminal(columns: int) -> None:
     assert len(line) <= columns
     assert line.startswith("step  123456/1000000  loss 12.3456  12,345,679 tok/s  123.0 GiB")
     assert ("MFU 51%" in line) == (columns > 80)
-    rewarded = screen_line({**record, "rewards/accuracy": 0.8125, "rewards/mean": 1.0}, 1_000_000, columns)
+    rewarded = screen_line({**record, "rewards/accuracy": 0.8125}, 1_000_000, columns)
     assert len(rewarded) <= columns
     assert "loss 12.3456  reward accuracy 0.812" in rewarded
-    assert "loss 12.3456  reward mean -1.000" in screen_line({**record, "rewards/mean": -1.0}, 1_000_000, columns)
+    assert "loss 12.3456  reward mean -1.000" in screen_line({**record, "rewards/total": -1.0}, 1_000_000, columns)
 
 
 @pytest.mark.parametrize("columns", [80, 132, 200])

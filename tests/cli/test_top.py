@@ -159,19 +159,19 @@ def test_rewards_are_below_the_loss(tmp_path: Path) -> None:
     with make_run(tmp_path) as run:
         with (run.path / "metrics.jsonl").open("w") as file:
             for step in range(1, 41):
-                file.write(metrics_line(step, **{"rewards/mean": 3.0, "rewards/accuracy": step / 40}))
+                file.write(metrics_line(step, **{"rewards/total": step / 40, "rewards/accuracy": 3.0}))
         status = RunReader(run.path).read()
         console = Console(width=80, height=24, file=io.StringIO(), force_terminal=False)
         snapshot = Snapshot(0.0, HostMonitor().read(), [], [], status)
         console.print(screen(snapshot, console))
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         assert re.match(rf"loss   5\.6000  █[{BLOCKS}]+▁$", lines[2])
-        assert re.match(rf"reward 1\.0000 accuracy  ▁[{BLOCKS}]+█$", lines[3])
+        assert re.match(rf"reward 1\.0000 mean  ▁[{BLOCKS}]+█$", lines[3])
         assert lines[4].startswith("speed ")
         assert max(map(len, lines)) <= 80
-        assert "| loss 5.6000 | reward accuracy 1.0000 | " in plain_line(snapshot)
+        assert "| loss 5.6000 | reward mean 1.0000 | " in plain_line(snapshot)
         with (run.path / "metrics.jsonl").open("a") as file:
-            file.write(metrics_line(30, **{"rewards/mean": 0.25}))
+            file.write(metrics_line(30, **{"rewards/total": 0.25}))
         status = RunReader(run.path).read()
         assert (status.reward_kind, status.reward, status.rewards[-2:]) == ("mean", 0.25, [29 / 40, 0.25])
 

@@ -72,14 +72,14 @@ def test_a_metric_that_appears_later_is_sent_with_all_rows(tmp_path: Path) -> No
     store, run = CurveStore(), RunDirectoryReader(tmp_path, "run")
     known = ask(store, run)
     with path.open("a") as file:
-        file.write(json.dumps(training_record(11) | {"rewards/mean": 0.5}) + "\n")
+        file.write(json.dumps(training_record(11) | {"rewards/total": 0.5}) + "\n")
     known = ask(store, run, known)
-    assert known["columns"]["rewards/mean"] == [None] * 10 + [0.5]
+    assert known["columns"]["rewards/total"] == [None] * 10 + [0.5]
     with path.open("a") as file:
         file.write(json.dumps(training_record(12)) + "\n")
     known = ask(store, run, known)
     assert known["is_addition"]
-    assert known["columns"]["rewards/mean"] == [None] * 10 + [0.5, None]
+    assert known["columns"]["rewards/total"] == [None] * 10 + [0.5, None]
 
 
 def test_a_large_file_is_shown_at_once_and_then_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 has, and resumes between two updates on the same completions."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.distributed.test_layouts import SP
 from tests.support import configs
 from tests.support.pool import Pool, RankFailed
 from trainyard.core.errors import UserError
+from trainyard.metrics.run_status import reward_of
+from trainyard.run.rollouts.rewards import RewardFunctions, exact, matching
 from trainyard.run.rollouts.rollout import RolloutBatch
 from trainyard.run.trainer import Trainer
 
@@ -119,6 +122,7 @@ def test_the_sampler_and_the_trainer_agree(single: dict[str, tuple[Path, list[An
         assert steps[0]["log_probs/difference"] < 1e-6, kind  # the first update on a batch of rollouts
         assert steps[1]["log_probs/difference"] > 1e-5, kind  # weights have changed since
         assert steps[0]["rewards/total"] != steps[2]["rewards/total"]
+        assert reward_of(steps[0]) == ("mean", steps[0]["rewards/total"])
 
 
 def test_batch_invariant_kernels_make_them_equal_bit_for_bit(pool: Pool, prompts: str, tmp_path: Path) -> None:
@@ -150,6 +154,19 @@ def test_resumes_between_two_updates(
         run(pool, prompts, tmp_path / "lost", "grpo", "single", checkpoint=source)
 
 
+def test_files_of_a_lost_attempt_are_not_those_to_keep(pool: Pool, prompts: str, tmp_path: Path) -> None:
+    """The run was at step 8 when it was lost, and goes on at step 3. A checkpoint at step 5 needs the file of 4."""
+    directory, _ = run(pool, prompts, tmp_path, "grpo", "single", checkpoint={"every": 3})
+    rollouts = directory / "rollouts"
+    for step in (6, 8):
+        shutil.copy(rollouts / "00000002.npz", rollouts / f"{step:08d}.npz")
+    steps = {"train": {"steps": 5}, "checkpoint": {"every": 3, "resume": "auto"}}
+    again, records = run(pool, prompts, tmp_path, "grpo", "single", **steps)
+    assert again == directory
+    assert [record["step"] for record in records if "loss" in record][-2:] == [4, 5]
+    assert sorted(file.name for file in rollouts.glob("*")) == ["00000002.npz", "00000004.npz"]
+
+
 def test_rollouts_are_written_for_people(single: dict[str, tuple[Path, list[Any]]]) -> None:
     directory, _ = single["grpo"]
     records = [json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines()]
@@ -179,6 +196,7 @@ def test_advantages_follow_the_rewards_of_their_own_prompt(single: dict[str, tup
         ({"layout": {"pp": 2}}, r"layout.pp=2: train.objective=grpo generates with the weights of the trainer"),
         ({"layout": {"zero": 3}}, r"layout.zero=3: .*nearest: 1"),
         ({"rollout": {"rewards": []}}, "rollout.rewards: missing"),
+        ({"rollout": {"rewards": ["a:b", "a:b"], "weights": []}}, "rollout.rewards=a:b: given twice"),
         ({"rollout": {"completions": 3}}, "not a multiple of rollout.completions=3; nearest: 6 or 9"),
         ({"rollout": {"weights": [1.0]}}, "give one per reward"),
         ({"policy": {"variant": "x"}}, "policy.variant"),
@@ -198,6 +216,8 @@ def test_mistakes_are_one_line(pool: Pool, prompts: str, tmp_path: Path, keys: d
         (lambda **_: [1.0], r"returned 1 number for 8 completions"),
         (lambda prompts, **_: [float("nan") for _ in prompts], "a reward is finite, or None"),
         (lambda prompts, **_: ["good" for _ in prompts], "returned a str"),
+        (lambda prompts, **_: {}["x"], r"test_rollouts:wrong: KeyError: 'x' \(.*test_rollouts.py, line \d+\)$"),
+        (lambda answer, **_: answer, r"wrong: TypeError: .* missing 1 required .* 'answer'"),
     ],
 )
 def test_wrong_rewards_are_one_line(prompts: str, tmp_path: Path, function: Any, message: str) -> None:
@@ -210,3 +230,52 @@ def test_wrong_rewards_are_one_line(prompts: str, tmp_path: Path, function: Any,
     }
     with pytest.raises(UserError, match=message):
         Trainer(configs.tiny_config({**configs.LLAMA, "vocab": 257, "layers": 2}, **keys)).run()
+
+
+def test_rewards_of_answers() -> None:
+    """Of text and of messages, with answers that are text, numbers, or missing."""
+    completions: list[Any] = [
+        "12",
+        " 12\n",
+        [{"role": "tool", "content": "9"}, {"role": "assistant", "content": "12"}],
+        "13",
+    ]
+    assert exact(completions, ["12", 12, "12", None]) == [1.0, 1.0, 1.0, None]
+    assert matching(["12", "1x", completions[2], "13"], ["12", 12, "12", None]) == [1.0, 0.5, 1.0, None]
+    functions = RewardFunctions([f"{exact.__module__}:exact"], [])
+    assert functions(["p"], ["a"], [[1]], [{"prompt": "p", "answer": "a"}]) == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([{"prompt": 3}], "line 1: prompt is an int; expected text or messages"),
+        ([{"prompt": ""}], "line 1: prompt is empty"),
+        ([{"text": "a"}], "line 1: no prompt: .*found text"),
+        ([{"prompt": "a" * 20}], "20 tokens, and data.seq_len=16 less rollout.max_new_tokens leaves 10"),
+        ([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "a"}]}], "line 2: some prompts are text"),
+        (
+            [{"messages": [{"role": "assistant", "content": "a"}]}],
+            "line 1: the last message of the prompt is an answer",
+        ),
+        ([], "no prompt$"),
+    ],
+)
+def test_wrong_prompts_are_one_line(tmp_path: Path, records: list[Any], message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    keys: dict[str, Any] = {
+        "data": {"source": "prompts", "paths": str(file), "seq_len": 16},
+        "train": {"steps": 1, "global_batch": 8, "micro_batch": 2, "objective": "grpo"},
+        "rollout": {"rewards": [f"{__name__}:spread"], "completions": 4, "max_new_tokens": 6},
+        "log": {"directory": str(tmp_path)},
+    }
+    with pytest.raises(UserError, match=message):
+        Trainer(configs.tiny_config({**configs.LLAMA, "vocab": 257, "layers": 2}, **keys))
+
+
+def test_a_damaged_file_of_rollouts_is_missing(tmp_path: Path, single: dict[str, tuple[Path, list[Any]]]) -> None:
+    content = (single["grpo"][0] / "rollouts" / "00000002.npz").read_bytes()
+    for damaged in (b"", content[:100], content[: len(content) // 2], content[:200] + b"x" * 90 + content[290:]):
+        (tmp_path / "x.npz").write_bytes(damaged)
+        assert RolloutBatch.read(tmp_path / "x.npz") is None

@@ -12,6 +12,7 @@ from tests.support import configs
 from trainyard import Trainer
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.run.frozen_weights import FrozenWeights
 from trainyard.run.reference import REFERENCE_FILE
 from trainyard.train.reference_scores import ReferenceScores
 
@@ -145,6 +146,15 @@ def test_a_live_reference_gives_the_stored_scores(tmp_path: Path, sections: dict
     config = configure(tmp_path, "resumed", **resumed, preference={"reference": "live"})
     after = losses(Trainer(config).run().directory)
     assert after == {step: loss for step, loss in losses(directory).items() if step > 2}
+
+
+def test_the_reference_waits_for_a_checkpoint_in_progress(tmp_path: Path) -> None:
+    """Which would save the weights of the reference."""
+    trainer, waited = Trainer(configure(tmp_path)), list[bool]()
+    frozen = FrozenWeights(trainer)
+    trainer.optimizer.fence_next_update(lambda: waited.append(True))
+    with frozen.in_place():
+        assert waited
 
 
 def test_a_live_reference_needs_all_weights(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def check_rollouts(config: Any) -> None:
             raise ValueError(f"{given}: train.objective={name} makes its samples itself; nearest: {value or 'null'}")
     if not rollout.rewards and config.data.source != "synthetic":
         raise ValueError(f"rollout.rewards: missing; train.objective={name} needs one; nearest: my_module:my_reward")
+    if twice := next((each for each in rollout.rewards if rollout.rewards.count(each) > 1), None):
+        raise ValueError(f"rollout.rewards={twice}: given twice; nearest: once, with rollout.weights")
     if rollout.weights and len(rollout.weights) != len(rollout.rewards):
         raise ValueError(
             f"rollout.weights={list(rollout.weights)}: {len(rollout.rewards)} rollout.rewards; give one per reward"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, TypeVar
 
-from trainyard.core.errors import UserError, one_line
+from trainyard.core.errors import RunStopped, UserError, one_line
 
 T = TypeVar("T")
 
@@ -80,6 +80,16 @@ def check_call(function: Callable[..., Any], arguments: Iterable[str], label: st
         pass
 
 
+def call_function(function: Callable[..., T], path: str, *arguments: Any, **named: Any) -> T:
+    """Call `function`, which `path` names. Any exception becomes a UserError with its place in the user's code."""
+    try:
+        return function(*arguments, **named)
+    except (UserError, RunStopped):
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: {_problem(error)}") from error
+
+
 def nearest_name(name: str, names: Iterable[str]) -> str:
     """`; nearest: NAME` for an error message, or nothing if no name is close. Case does not matter."""
     by_lower_case = {known.lower(): known for known in names}
@@ -109,7 +119,7 @@ def load_object(path: str, expected: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the module is the user's: anything may happen in it
-        raise UserError(f"cannot import {module_name}: {_import_problem(error, module_name)}") from None
+        raise UserError(f"cannot import {module_name}: {_problem(error, module_name)}") from None
     if not hasattr(module, name):
         hint = nearest_name(name, _public_names(module))
         raise UserError(f"expected {expected} as {name} in {module_name}, found nothing{hint}")
@@ -127,8 +137,8 @@ def _import_object(path: str, key: str, expected: str) -> Any:
         raise UserError(f"{key}={path}: {error}") from None
 
 
-def _import_problem(error: BaseException, module_name: str) -> str:
-    """Why an import failed, and where in the user's code."""
+def _problem(error: BaseException, module_name: str = "") -> str:
+    """Why an import or a call failed, and where in the user's code."""
     label = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
     if isinstance(error, ModuleNotFoundError):
         is_module_itself = error.name and f"{module_name}.".startswith(f"{error.name}.")

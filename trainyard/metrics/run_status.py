@@ -15,7 +15,7 @@ MAX_LOSSES = 512
 TAIL_BYTES = 4 << 20
 """End of metrics.jsonl that is read first."""
 COMPARED_STEPS = 20
-REWARDS = {"rewards/accuracy": "accuracy", "rewards/mean": "mean"}
+REWARDS = {"rewards/total": "mean", "rewards/accuracy": "accuracy"}
 """Metrics of runs that learn from preferences or rewards, and their kind; a run shows the first one that it has."""
 
 

@@ -4,6 +4,7 @@
 compared.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,8 +104,8 @@ def compare_records(record: VerifyRecord, reference: VerifyRecord, precision: st
     final = _max_difference(record.final_weights, reference.final_weights)
     batches = [_max_difference(a, b) for a, b in zip(record.batches, reference.batches, strict=True)]
     gradients = [_max_difference(a, b, floor) for a, b in zip(record.gradients, reference.gradients, strict=True)]
-    losses = [abs(a - b) / abs(b) for a, b in zip(record.losses, reference.losses, strict=True)]
-    norms = [abs(a - b) / abs(b) for a, b in zip(record.grad_norms, reference.grad_norms, strict=True)]
+    losses = [_difference(a, b) for a, b in zip(record.losses, reference.losses, strict=True)]
+    norms = [_difference(a, b) for a, b in zip(record.grad_norms, reference.grad_norms, strict=True)]
     return [
         VerifyFinding("initial weights", *initial, 0.0),
         VerifyFinding("batches", *max(batches), 0.0),
@@ -113,6 +114,11 @@ def compare_records(record: VerifyRecord, reference: VerifyRecord, precision: st
         VerifyFinding("gradients", *max(gradients), rtol),
         VerifyFinding(f"weights after {counted(len(losses), 'step')}", *final, rtol),
     ]
+
+
+def _difference(value: float, reference: float) -> float:
+    """Relative to the reference; 0 if they are equal, since both may be 0."""
+    return 0.0 if value == reference else abs(value - reference) / max(abs(reference), sys.float_info.min)
 
 
 def single_rank_config(config: Config) -> Config:

@@ -36,7 +36,10 @@ class PolicyLoss(Objective):
         self.clip_high = self.options["clip_high"] or self.clip
         self.kl: float = self.options["kl"]
         names = [path.partition(":")[2] for path in rollout.rewards]
-        names = [path if names.count(name) > 1 else name for name, path in zip(names, rollout.rewards, strict=True)]
+        names = [
+            path if [*names, "total"].count(name) > 1 else name
+            for name, path in zip(names, rollout.rewards, strict=True)
+        ]
         self.stat_names = ("rewards/total", *(f"rewards/{name}" for name in names), "completions/finished")
         """What batches have about each completion, in the columns of `completion_stats`."""
         self.has_kl = bool(self.kl) and self.penalizes_tokens
@@ -53,6 +56,7 @@ class PolicyLoss(Objective):
         log_probs = samples.new_full(tokens.shape, -3.0)
         return {
             **batch,
+            "labels": tokens.roll(-1, 1),
             "old_log_probs": log_probs,
             "reference_log_probs": log_probs,
             "advantages": samples % 3 + 1,

@@ -12,6 +12,7 @@ from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.core.user_code import describe_object
 from trainyard.data.formats.conversations import Conversation, read_conversation
 from trainyard.data.formats.documents import InputSlice, describe_place, read_records, record_slices
 from trainyard.data.loading.conversation_samples import chat_spec
@@ -66,6 +67,7 @@ def open_prompts(
     check_vocab_size(load_tokenizer(tokenizer_spec(data, model.new_tokens)), model.vocab)
     records: list[dict[str, Any]] = []
     places: list[str] = []
+    kinds: set[type] = set()
     if paths:
         slices = [*record_slices(match_files(paths, directories=True, remote=remote))]
     elif data.tokenizer == "bytes":
@@ -78,7 +80,9 @@ def open_prompts(
             try:
                 if isinstance(record, str):
                     raise UserError(record)
-                read_prompt(record)
+                kinds.add(type(read_prompt(record)))
+                if len(kinds) > 1:
+                    raise UserError("some prompts are text and others messages; expected one kind")
             except UserError as error:
                 raise UserError(f"{describe_place(piece, place)}: {error}") from None
             records.append(record)
@@ -108,10 +112,16 @@ def read_prompt(record: Mapping[str, Any]) -> Prompt:
     prompt = record.get("prompt", record.get("messages"))
     if isinstance(prompt, str) and prompt:
         return prompt
-    if not isinstance(prompt, list) or not prompt:
+    if prompt is None:
         raise UserError(f"no prompt: expected prompt as text or messages; found {', '.join(map(str, record))}")
+    if not isinstance(prompt, list) or not prompt:
+        raise UserError(
+            f"prompt is {'empty' if prompt in ('', []) else describe_object(prompt)}; expected text or messages"
+        )
     answer = {"role": "assistant", "content": ""}
     messages = read_conversation({"messages": [*prompt, answer], "tools": record.get("tools")}, "messages").messages
+    if len(messages) > 1 and messages[-2]["role"] == "assistant":
+        raise UserError("the last message of the prompt is an answer, which the model writes; expected a user's")
     return messages[:-1]
 
 

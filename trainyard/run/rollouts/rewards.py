@@ -6,7 +6,7 @@ from typing import Any
 
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
-from trainyard.core.user_code import describe_object, import_function
+from trainyard.core.user_code import call_function, describe_object, import_function
 
 
 class RewardFunctions:
@@ -29,7 +29,7 @@ class RewardFunctions:
         columns = {key: [record.get(key) for record in records] for key in keys if key not in RESERVED}
         arguments = {"prompts": [*prompts], "completions": [*completions], "completion_ids": [*completion_ids]}
         by_function = [
-            _check(function(**arguments, **columns), path, len(completions))
+            _check(call_function(function, path, **arguments, **columns), path, len(completions))
             for function, path in zip(self.functions, self.paths, strict=True)
         ]
         return [list(rewards) for rewards in zip(*by_function, strict=True)]
@@ -40,15 +40,25 @@ class RewardFunctions:
         return sum(known) if known else math.nan
 
 
-def exact(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """1 for the answer of the record, 0 for anything else."""
-    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
-
-
-def matching(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """The share of the answer's characters that the completion has at their place."""
+def exact(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """1 for the answer of the record, 0 for anything else. Does not apply to records without an answer."""
     pairs = zip(completions, answer, strict=True)
-    return [sum(map(str.__eq__, text, right)) / max(len(right), 1) for text, right in pairs]
+    return [None if right is None else float(_last_text(each).strip() == str(right).strip()) for each, right in pairs]
+
+
+def matching(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+    """The share of the answer's characters that the completion has at their place."""
+    texts = [None if right is None else str(right) for right in answer]
+    return [
+        None if right is None else sum(map(str.__eq__, _last_text(each), right)) / max(len(right), 1)
+        for each, right in zip(completions, texts, strict=True)
+    ]
+
+
+def _last_text(completion: Any) -> str:
+    """A completion that is text, or the last turn of one that is messages."""
+    text: str = completion if isinstance(completion, str) else completion[-1]["content"]
+    return text
 
 
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")

@@ -3,11 +3,13 @@
 N completions, T tokens of the longest with its prompt.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -112,10 +114,10 @@ class RolloutBatch:
 
     @classmethod
     def read(cls, file: Path) -> "RolloutBatch | None":
-        """None if there is no such file."""
+        """None if there is no such file, or it is damaged."""
         try:
             with np.load(file, allow_pickle=False) as content:
                 arrays: Mapping[str, Any] = {name: content[name] for name in cls.__dataclass_fields__}
                 return cls(**arrays)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error):
             return None

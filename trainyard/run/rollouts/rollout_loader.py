@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,14 +154,30 @@ class RolloutLoader:
         turns = self._turns(dataset)
         places = [_locate(dataset, indices[row])[1] for row in own]
         asked = [(place, turns.prompts.tokens[place]) for place in places]
-        after_turn = turns.after_turn if self.tool else None
+        after_turn = partial(self._after_turn, turns) if self.tool else None
         with run.spans("rollout"):
             log = _log_progress(len(own))
             found = self.sampler.complete(asked, [seeds[row] for row in own], after_turn, greedy, log)
-        with run.spans("reward"):
-            self._judge(turns, found)
+        if run.mesh.tp.rank == 0:  # a judge is slow, costs money, or is not deterministic
+            with run.spans("reward"):
+                self._judge(turns, found)
         every_rank = run.mesh.all_gather_object(found if run.mesh.tp.rank == 0 else [])
         return [each for part in every_rank for each in part]
+
+    def _after_turn(self, turns: Turns, completion: Rollout, turn: list[int]) -> list[int] | None:
+        """What the tool says on the first tensor-parallel rank. Another call might answer something else."""
+        tp, longest = self.run.mesh.tp, self.run.config.data.seq_len
+        answer = turns.after_turn(completion, turn) if tp.rank == 0 else None
+        if tp.size == 1:
+            return answer
+        message = torch.zeros(1 + longest, dtype=torch.int32)  # 1 more than the number of tokens, and these
+        if answer is not None:
+            known = answer[:longest]
+            message[: 1 + len(known)] = torch.tensor([1 + len(known), *known], dtype=torch.int32)
+        count, *tokens = tp.all_reduce_sum(message.to(self.run.device.torch_device)).tolist()
+        if count and tp.rank:
+            completion.answers.append("")
+        return tokens[: count - 1] if count else None
 
     def _turns(self, dataset: Dataset) -> Turns:
         return Turns(_locate(dataset, 0)[0], self.tokenizer, self.tool)
@@ -211,7 +228,11 @@ class RolloutLoader:
         file = self._file(self.directory, step)
         rollouts.write(file)
         every = self.run.config.checkpoint.every
-        for old in sorted(file.parent.glob("*.npz"))[:-KEPT_FILES]:
+        files = sorted(file.parent.glob("*.npz"))
+        place = files.index(file) + 1
+        for later in files[place:]:  # of an attempt that got further than its last checkpoint
+            later.unlink()
+        for old in files[:place][:-KEPT_FILES]:
             first = int(old.stem)
             inside = range(first + 1, first + self.steps_per_batch)
             if not any(every and completed % every == 0 for completed in inside):
@@ -239,7 +260,7 @@ class RolloutLoader:
         steps = range(step + 1, step + 1 + self.steps_per_batch)
         if step and not any(each % every == 0 for each in steps):
             return
-        names = [path.partition(":")[2] for path in self.rollout.rewards]
+        names = [name.removeprefix("rewards/") for name in self.loss.stat_names[1:-1]]
         records: list[dict[str, Any]] = []
         for place, each in enumerate(group):
             length = len(turns.prompts.tokens[each.prompt])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainyard.core.errors import UserError
-from trainyard.core.user_code import describe_object
+from trainyard.core.user_code import call_function, describe_object
 from trainyard.data.loading.prompt_samples import PromptSamples
 from trainyard.data.text.chat_encoder import RENDERED_AT
 from trainyard.data.text.tokenizer import Tokenizer
@@ -44,16 +44,19 @@ class Turns:
         """The tokens between a turn that ended and the next one: the answer of the tool, in the prompt's form. None: it
         has no answer."""
         assert self.tool
-        answer = self.tool(self.text(turn))
+        answer = call_function(self.tool, "rollout.tool", self.text(turn))
         if answer is None:
             return None
         if not isinstance(answer, str):
             raise UserError(f"rollout.tool: returned {describe_object(answer)}; expected text or None")
         completion.answers.append(answer)
         encoder = self.prompts.encoder
-        text = answer if isinstance(self.prompts.prompts[completion.prompt], str) else self._rendered(answer, turn[-1])
-        tokens: list[int] = encoder.fast.encode(text, add_special_tokens=False).ids
-        return tokens
+        is_text = isinstance(self.prompts.prompts[completion.prompt], str)
+        text = answer if is_text else self._rendered(answer, turn[-1])
+        # With the end of the turn before it, since some tokenizers begin a text with another token.
+        end = encoder.fast.id_to_token(turn[-1])
+        tokens: list[int] = encoder.fast.encode(end + text, add_special_tokens=False).ids
+        return tokens[1:]
 
     def _rendered(self, answer: str, end_id: int) -> str:
         """What the template writes after the end of a turn if the tool answers it, up to the next turn of the model."""

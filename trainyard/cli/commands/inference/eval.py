@@ -171,7 +171,7 @@ def validation_sets(checkpoint: str, weights: WeightSource) -> dict[str, list[st
             f"{checkpoint}: the run has no evaluate.sets; give DATA or --tasks, such as "
             f"trainyard eval {checkpoint} valid.jsonl"
         )
-    if is_user_path(config.data.source):
+    if is_user_path(config.data.source) or config.train.objective:
         raise UserError(f"data.source={config.data.source}: reads evaluate.sets in training only; give DATA")
     return {name: fetch_inputs(paths) for name, paths in config.evaluate.sets.items()}
 
