@@ -48,7 +48,7 @@ BUDGETS = {
     "cli": 5085,
     "cluster": 2200,
     "compat": 480,
-    "config": 1675,
+    "config": 1680,
     "core": 940,
     "dashboard": 1350,
     "data": 4285,
