@@ -48,7 +48,7 @@ BUDGETS = {
     "cli": 5085,
     "cluster": 2200,
     "compat": 480,
-    "config": 1640,
+    "config": 1680,
     "core": 945,
     "dashboard": 1350,
     "data": 4295,
