@@ -110,6 +110,7 @@ API_PAGES: dict[str, tuple[str, str, tuple[Any, ...]]] = {
             trainyard.DeviceKind,
             trainyard.Loss,
             trainyard.PairLoss,
+            trainyard.PolicyLoss,
             trainyard.UpdateRule,
         ),
     ),

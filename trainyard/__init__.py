@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainyard.train.loss import Loss
     from trainyard.train.optim.update_rule import UpdateRule
     from trainyard.train.pair_loss import PairLoss
+    from trainyard.train.policy_loss import PolicyLoss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Logger",
     "Loss",
     "PairLoss",
+    "PolicyLoss",
     "Trainer",
     "UpdateRule",
     "from_hf",
@@ -57,6 +59,7 @@ _EXPORTS = {
     "Logger": "trainyard.metrics.loggers.base",
     "Loss": "trainyard.train.loss",
     "PairLoss": "trainyard.train.pair_loss",
+    "PolicyLoss": "trainyard.train.policy_loss",
     "Trainer": "trainyard.run.trainer",
     "UpdateRule": "trainyard.train.optim.update_rule",
     "from_hf": "trainyard.families.hf_config",

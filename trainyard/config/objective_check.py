@@ -40,7 +40,7 @@ def check_objective(config: Any) -> None:
         needed, nearest = SAMPLES[objective.samples]
         if objective.samples not in SOURCES.find(data.source).losses:
             raise ValueError(f"data.source={data.source}: train.objective={name} needs {needed}; nearest: {nearest}")
-    if objective and objective.samples == "prompts":
+    if trains_on_rollouts(config):
         check_rollouts(config)
     if config.preference.reference == "live" and config.layout.zero >= 2:
         raise ValueError(
@@ -55,6 +55,14 @@ def check_objective(config: Any) -> None:
         raise ValueError(f"samples.every={config.samples.every}: a reward model writes no text; nearest: 0")
 
 
+def trains_on_rollouts(config: Any) -> bool:
+    """True if the model writes what it trains on. An objective of the user does so on a source of prompts."""
+    name = config.train.objective
+    if name and not is_user_path(name):
+        return bool(OBJECTIVES.find(name).samples == "prompts")
+    return bool(name and config.data.has_flag("has_prompts"))
+
+
 def check_rollouts(config: Any) -> None:
     """Raise ValueError if a run cannot generate the completions that it trains on."""
     train, layout, rollout, name = config.train, config.layout, config.rollout, config.train.objective
@@ -67,7 +75,8 @@ def check_rollouts(config: Any) -> None:
     for key, value in {"packing": False, "document_mask": False, "buckets": (), "weights": ()}.items():
         if getattr(config.data, key) != value:
             given = f"data.{key}={getattr(config.data, key)}"
-            raise ValueError(f"{given}: train.objective={name} makes its samples itself; nearest: {value or 'null'}")
+            nearest = [] if value == () else str(value).lower()
+            raise ValueError(f"{given}: train.objective={name} makes its samples itself; nearest: {nearest}")
     if not rollout.rewards and config.data.source != "synthetic":
         raise ValueError(f"rollout.rewards: missing; train.objective={name} needs one; nearest: my_module:my_reward")
     if twice := next((each for each in rollout.rewards if rollout.rewards.count(each) > 1), None):

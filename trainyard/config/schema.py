@@ -54,8 +54,8 @@ class TrainSection(Section):
     objective: Annotated[str, NameOrPath(registry=OBJECTIVES, path="module:Class")] | None = None
     """What pairs of answers, or answers with a label, train (data.source=preference): dpo, simpo, cpo, orpo, kto,
     reward, with options in the section preference; or what completions of prompts train (data.source=prompts) that the
-    model writes: grpo, rloo, with options in rollout and policy. Or a subclass of trainyard.PairLoss. Default: predict
-    the next token."""
+    model writes: grpo, rloo, with options in rollout and policy. Or a subclass of trainyard.PairLoss or
+    PolicyLoss. Default: predict the next token."""
     embedding_noise: float = Field(0.0, ge=0)
     """Add noise to the embedded tokens while training (NEFTune): uniform, up to this number / sqrt(data.seq_len x
     model.hidden). 5 is usual for fine-tuning."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.config.objective_check import trains_on_rollouts
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.metrics.json_lines import JsonLinesWriter, as_number, repair_json_lines
@@ -63,6 +64,7 @@ class RunLog(Part):
         self.last_text_sample_step: int = text_samples[-1]["step"] if text_samples else 0
         losses = [as_number(record["loss"]) for record in records if "loss" in record]
         self.spikes = LossSpikeDetector(loss for loss in losses if loss is not None)
+        self.watches_loss = not trains_on_rollouts(config)  # whose loss is near 0, whatever the model learns
         self.watched_step = completed_steps
         """The last step whose status was looked at."""
         self.last_step_skipped = False
@@ -119,7 +121,7 @@ class RunLog(Part):
         self.watched_step, self.last_step_skipped = step, bool(status.skipped_in_a_row)
         if self.last_step_skipped:
             self._write_batch_event(step, "not_finite", reason=reason or status.skip_reason())
-        elif (expected := self.spikes.add(status.loss)) is not None:
+        elif self.watches_loss and (expected := self.spikes.add(status.loss)) is not None:
             numbers = {"loss": status.loss, "expected": expected, "grad_norm": status.grad_norm}
             self._write_batch_event(step, "loss_spike", **numbers)
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import ceil
 
+from trainyard.config.objective_check import trains_on_rollouts
 from trainyard.config.optimizer_schema import OptimizerSection
-from trainyard.config.registries import OBJECTIVES
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.user_code import is_user_path
@@ -95,8 +95,8 @@ def _planned_rule(optimizer: OptimizerSection) -> UpdateRule:
 
 
 def _rollout_cache(config: Config, layout: Layout) -> int:
-    name, itemsize = config.train.objective, DTYPE_BYTES[config.precision.compute_dtype]
-    if not name or is_user_path(name) or OBJECTIVES.find(name).samples != "prompts":
+    if not trains_on_rollouts(config):
         return 0
+    itemsize = DTYPE_BYTES[config.precision.compute_dtype]
     slots = min(ceil(config.train.global_batch * config.rollout.updates / layout.dp), config.rollout.max_batch)
     return cache_bytes(config.model, layout.tp, slots, config.data.seq_len, itemsize)
