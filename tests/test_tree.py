@@ -66,7 +66,7 @@ BUDGETS = {
     "preflight": 4230,
     "prepare": 2200,
     "remote": 2900,
-    "run": 3400,
+    "run": 3405,
     "train": 3120,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises

@@ -54,9 +54,12 @@ class Turns:
         is_text = isinstance(self.prompts.prompts[completion.prompt], str)
         text = answer if is_text else self._rendered(answer, turn[-1])
         # With the end of the turn before it, since some tokenizers begin a text with another token.
-        end = encoder.fast.id_to_token(turn[-1])
+        end = encoder.fast.id_to_token(turn[-1]) or ""
         tokens: list[int] = encoder.fast.encode(end + text, add_special_tokens=False).ids
-        return tokens[1:]
+        if tokens[:1] == turn[-1:]:
+            return tokens[1:]
+        tokens = encoder.fast.encode(text, add_special_tokens=False).ids
+        return tokens
 
     def _rendered(self, answer: str, end_id: int) -> str:
         """What the template writes after the end of a turn if the tool answers it, up to the next turn of the model."""
