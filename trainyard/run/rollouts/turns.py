@@ -58,8 +58,7 @@ class Turns:
         tokens: list[int] = encoder.fast.encode(end + text, add_special_tokens=False).ids
         if tokens[:1] == turn[-1:]:
             return tokens[1:]
-        tokens = encoder.fast.encode(text, add_special_tokens=False).ids
-        return tokens
+        return [*encoder.fast.encode(text, add_special_tokens=False).ids]
 
     def _rendered(self, answer: str, end_id: int) -> str:
         """What the template writes after the end of a turn if the tool answers it, up to the next turn of the model."""
