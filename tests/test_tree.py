@@ -48,7 +48,7 @@ BUDGETS = {
     "cli": 5085,
     "cluster": 2200,
     "compat": 480,
-    "config": 1635,
+    "config": 1680,
     "core": 945,
     "dashboard": 1350,
     "data": 4295,
@@ -66,8 +66,8 @@ BUDGETS = {
     "preflight": 4230,
     "prepare": 2200,
     "remote": 2900,
-    "run": 3405,
-    "train": 3120,
+    "run": 3410,
+    "train": 3155,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""

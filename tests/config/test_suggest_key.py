@@ -149,6 +149,19 @@ NEAREST = {
     "val_set_size": "data.validation_fraction",
     "lora_target_linear": "lora.targets=all-linear",
     "adapter": "lora.rank",
+    "num_generations": "rollout.completions",
+    "rollout.max_completion_length": "rollout.max_new_tokens",
+    "rollout.reward_weights": "rollout.weights",
+    "steps_per_generation": "rollout.updates",
+    "num_iterations": "rollout.epochs",
+    "policy.epsilon": "policy.clip",
+    "policy.epsilon_high": "policy.clip_high",
+    "policy.scale_rewards": "policy.scale",
+    "importance_sampling_level": "policy.ratio",
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "beta": "preference.beta",
+    "desirable_weight": "preference.desirable_weight",
+    "center_rewards_coefficient": "preference.center_weight",
 }
 INSTEAD = {
     "layout.dp": "start more ranks with --nproc",
@@ -161,6 +174,8 @@ INSTEAD = {
     "load_best_model_at_end": "the latest checkpoints are kept",
     "rotary-percent": "RoPE rotates full heads",
     "parallelism.disable_loss_parallel": "always vocabulary parallel",
+    "use_vllm": "the model that trains writes the completions",
+    "policy.beta": "of GRPO and RLOO: policy.kl",
 }
 UNKNOWN = ["a.b.c.d", "zzz", "model.zzz", "foo.bar", "train.qqqq", "xyz.kind", "train.x", "data.q"]
 

@@ -158,3 +158,27 @@ def test_resume_at_another_layout(
         assert resumed["losses"] == whole["losses"][SAVED_STEP:]  # bit for bit
     else:
         assert resumed["losses"] == pytest.approx(whole["losses"][SAVED_STEP:], rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp2-sp", "cp2-ring", "dp2-zero1"))],
+)
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.nightly)])
+def test_a_live_reference_gives_the_same_losses(
+    pool: Pool, file: str, tmp_path: Path, objective: str, layout: str
+) -> None:
+    """After an update, so that the reference differs from the model."""
+
+    def losses(layout: str, reference: str) -> list[float]:
+        config = configure(file, objective, layout)
+        preference = config.preference.model_copy(update={"reference": reference})
+        log = config.log.model_copy(update={"directory": str(tmp_path / layout / reference)})
+        train = config.train.model_copy(update={"steps": 3})
+        config = config.model_copy(update={"preference": preference, "log": log, "train": train})
+        found: list[float] = pool.run("tests.distributed.rank_jobs:run", (config,), ALL_LAYOUTS[layout][0])[0]["losses"]
+        return found
+
+    stored = losses("single", "stored")
+    assert losses(layout, "live") == pytest.approx(stored, rel=2e-6)
+    assert len(set(stored)) == 3

@@ -128,6 +128,12 @@ def test_the_sampler_and_the_trainer_agree(single: dict[str, tuple[Path, list[An
         assert reward_of(steps[0]) == ("mean", steps[0]["rewards/total"])
 
 
+def test_batch_invariant_kernels_make_them_equal_bit_for_bit(pool: Pool, prompts: str, tmp_path: Path) -> None:
+    _, records = run(pool, prompts, tmp_path, "grpo", "single", device={"batch_invariant": True})
+    differences = [record["log_probs/difference"] for record in records if "loss" in record]
+    assert differences[0] == differences[2] == 0.0 < differences[1]
+
+
 @pytest.mark.parametrize("layout", ["single", pytest.param("tp2", marks=pytest.mark.nightly)])
 def test_resumes_between_two_updates(
     pool: Pool, prompts: str, single: dict[str, tuple[Path, list[Any]]], tmp_path: Path, layout: str

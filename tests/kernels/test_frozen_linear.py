@@ -80,7 +80,7 @@ def test_results_are_those_of_the_stored_values(storage: str, dtype: torch.dtype
 @pairwise(scaling=SCALING, grad_format=GRAD_FORMATS)
 def test_stored_fp8(scaling: Any, grad_format: Any) -> None:
     """y from x in e4m3, dx from dy in e5m2 or as it is, both with the stored values of W."""
-    weight = random(N, D, dtype=torch.float32) * torch.logspace(-2, 2, N)[:, None]
+    weight = random(N, D, dtype=torch.float32) * torch.logspace(-2, 2, N, device=DEVICE)[:, None]
     matrix, fp8 = quantize_frozen(weight, scaling), Fp8Options(scaling, grad_format)
     values = values_of(matrix)
     assert matrix.values.element_size() == 1
@@ -116,7 +116,7 @@ def test_stored_fp8_forward_is_fp8_linear(scaling: Any) -> None:
 
 @pairwise(scaling=SCALING, columns=[False, True])
 def test_shards_of_an_fp8_matrix(scaling: str, columns: bool) -> None:
-    weight = random(N, D, dtype=torch.float32) * torch.logspace(-9, 9, D)
+    weight = random(N, D, dtype=torch.float32) * torch.logspace(-9, 9, D, device=DEVICE)
     full = quantize_frozen(weight, scaling)
     shards = weight.chunk(2, int(columns))
     amax = weight.abs().amax(1) if scaling == "row" else weight.abs().amax().view(1)

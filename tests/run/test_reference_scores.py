@@ -12,6 +12,7 @@ from tests.support import configs
 from trainyard import Trainer
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.run.frozen_weights import FrozenWeights
 from trainyard.run.reference import REFERENCE_FILE
 from trainyard.train.reference_scores import ReferenceScores
 
@@ -124,3 +125,38 @@ def test_a_model_that_has_changed_is_no_reference(tmp_path: Path) -> None:
         cached.unlink()
     with pytest.raises(UserError, match=r"reference_scores.npz: lacks the scores .* the model has changed"):
         Trainer(configure(tmp_path, "half", checkpoint={"resume": "auto"})).run()
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"lora": {"rank": 2, "dropout": 0.1}, "precision": {"kind": "bf16"}},
+        {"train": {"objective": "kto", "steps": 4, "global_batch": 4, "micro_batch": 2}},
+    ],
+    ids=["dpo", "lora", "kto"],
+)
+def test_a_live_reference_gives_the_stored_scores(tmp_path: Path, sections: dict[str, Any]) -> None:
+    stored = Trainer(configure(tmp_path, "stored", **sections)).run().directory
+    live = configure(tmp_path, "live", **sections, preference={"reference": "live"})
+    directory = Trainer(live).run().directory
+    assert not (directory / REFERENCE_FILE).exists()
+    assert losses(directory) == pytest.approx(losses(stored), rel=1e-6)
+    resumed = sections | {"checkpoint": {"resume": str(directory / "checkpoints" / "step_00000002")}}
+    config = configure(tmp_path, "resumed", **resumed, preference={"reference": "live"})
+    after = losses(Trainer(config).run().directory)
+    assert after == {step: loss for step, loss in losses(directory).items() if step > 2}
+
+
+def test_the_reference_waits_for_a_checkpoint_in_progress(tmp_path: Path) -> None:
+    """Which would save the weights of the reference."""
+    trainer, waited = Trainer(configure(tmp_path)), list[bool]()
+    frozen = FrozenWeights(trainer)
+    trainer.optimizer.fence_next_update(lambda: waited.append(True))
+    with frozen.in_place():
+        assert waited
+
+
+def test_a_live_reference_needs_all_weights(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"preference.reference=live: no rank has all weights with layout.zero=3"):
+        configure(tmp_path, preference={"reference": "live"}, layout={"zero": 3})

@@ -22,6 +22,7 @@ def test_there_is_one_tutorial_per_guide() -> None:
         "llama-nxdt",
         "llama2-nxd",
         "prefer",
+        "solve",
     }
 
 

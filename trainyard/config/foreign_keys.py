@@ -14,6 +14,8 @@ DATA_PARALLEL = "data parallel ranks are ranks / (tp x pp x cp): start more rank
 RANKS = "--nproc N starts N ranks on a host, and trainyard submit --nodes runs on several"
 PREFETCH = "one thread prefetches samples"
 LATEST = "the latest checkpoints are kept"
+ONE_MODEL = "the model that trains writes the completions, in the same process"
+OWN_POLICY_LOSS = "not here; nearest: your own subclass of PolicyLoss"
 FP16 = "fp16 with loss scaling is not supported; nearest: precision.kind=bf16"
 
 COMMON: Rows = {
@@ -127,7 +129,7 @@ HF_TRAINER: Mapping[str, Rows] = {
 }
 """`TrainingArguments` of transformers 5."""
 TRL: Mapping[str, Rows] = {
-    "Data (SFTConfig)": {
+    "Data and preferences (SFTConfig, DPOConfig, KTOConfig, RewardConfig)": {
         "max_length": ("data.seq_len", "a longer record is an error; truncate or drop: data.chat.too_long"),
         "truncation_mode": ("data.chat.too_long=truncate", "the end is cut off"),
         "packing": ("data.packing", ""),
@@ -145,8 +147,8 @@ TRL: Mapping[str, Rows] = {
         "dataset_num_proc": ("", "all cores tokenize"),
         "shuffle_dataset": ("train.seed", "records are always shuffled"),
         "pad_to_multiple_of": ("data.seq_len", "all samples have this length, or one of data.buckets"),
-        "loss_type": ("preference.variant", "of DPO, CPO and KTO; another loss of fine-tuning: train.loss"),
-        "beta": ("preference.beta", ""),
+        "loss_type": ("preference.variant", "of GRPO: policy.average; of fine-tuning: train.loss"),
+        "beta": ("preference.beta", "of GRPO and RLOO: policy.kl"),
         "label_smoothing": ("preference.label_smoothing", ""),
         "simpo_gamma": ("preference.margin", "train.objective=simpo"),
         "cpo_alpha": ("preference.likelihood_weight", "train.objective=cpo"),
@@ -154,9 +156,44 @@ TRL: Mapping[str, Rows] = {
         "undesirable_weight": ("preference.undesirable_weight", "train.objective=kto"),
         "center_rewards_coefficient": ("preference.center_weight", "train.objective=reward"),
         "reference_free": ("preference.reference_free", "train.objective=dpo"),
-        "precompute_ref_log_probs": ("train.objective=dpo", "always: computed once, and kept"),
+        "precompute_ref_log_probs": ("preference.reference", "true: stored, the default here; false: live"),
         "ref_model": ("checkpoint.init_from", "the reference is the model that the run starts from"),
         "activation_offloading": ("recompute.kind=full", ""),
+    },
+    "Rollouts (GRPOConfig, RLOOConfig)": {
+        "reward_funcs": ("rollout.rewards", "module:function, with the same arguments"),
+        "reward_weights": ("rollout.weights", ""),
+        "num_generations": ("rollout.completions", "8 by default; of RLOOTrainer 2"),
+        "num_generations_eval": ("", "an evaluation takes the most likely completion of each prompt"),
+        "max_completion_length": ("rollout.max_new_tokens", "of each turn; 256 by default, theirs 512"),
+        "temperature": ("rollout.temperature", "of text samples: samples.temperature"),
+        "top_p": ("rollout.top_p", "of text samples: samples.top_p"),
+        "top_k": ("rollout.top_k", "of text samples: samples.top_k; of experts: model.top_k"),
+        "min_p repetition_penalty generation_kwargs": ("", "rollouts are sampled by temperature, top_k and top_p"),
+        "steps_per_generation": ("rollout.updates", "in updates: theirs / gradient_accumulation_steps"),
+        "generation_batch_size": ("rollout.updates", "completions of a batch of rollouts / train.global_batch"),
+        "num_iterations": ("rollout.epochs", ""),
+        "tools environment_factory rollout_func": ("rollout.tool", "from the text of a turn to text or None"),
+        "max_tool_calling_iterations": ("rollout.max_turns", "turns of the model, so one more"),
+        "epsilon": ("policy.clip", ""),
+        "epsilon_high": ("policy.clip_high", ""),
+        "loss_type=dapo loss_type=bnpo": ("policy.average=tokens", "the default, and the same for any micro batch"),
+        "loss_type=grpo": ("policy.average=completions", ""),
+        "loss_type=dr_grpo": ("policy.average=max_tokens", "with scale_rewards=none: policy.scale=none"),
+        "loss_type=cispo loss_type=sapo loss_type=luspo loss_type=vespo": ("", OWN_POLICY_LOSS),
+        "delta entropy_coef top_entropy_quantile off_policy_mask_threshold": ("", OWN_POLICY_LOSS),
+        "scale_rewards": ("policy.scale", "True: group; False: none"),
+        "multi_objective_aggregation": ("", "rewards are summed, and then normalized"),
+        "importance_sampling_level": ("policy.ratio", "sequence: completion, as in GSPO"),
+        "normalize_advantages": ("policy.scale=batch", "of grpo; rloo does not scale"),
+        "reward_clip_range": ("", "clip in the reward function"),
+        "mask_truncated_completions": ("", "rewards of None take a completion out of the comparison"),
+        "sync_ref_model ref_model_sync_steps": ("", "the reference is always the model of step 0"),
+        "use_bias_correction_kl": ("policy.kl", "always"),
+        "use_vllm vllm_mode vllm_gpu_memory_utilization vllm_tensor_parallel_size": ("", ONE_MODEL),
+        "use_transformers_continuous_batching cache_implementation": ("", ONE_MODEL),
+        "vllm_importance_sampling_correction": ("", "the ratio is to the log-probabilities that the sampler had"),
+        "log_completions num_completions_to_print": ("log.every", "rollouts.jsonl, and the tab Rollouts of the page"),
     },
     "Adapters (LoraConfig, ModelConfig)": {
         "use_peft": ("lora.rank", "a section lora makes adapters"),
@@ -177,7 +214,7 @@ TRL: Mapping[str, Rows] = {
         "loraplus_lr_ratio": ("lora.lr_ratio", "LoRA+"),
     },
 }
-"""`SFTConfig` and `ModelConfig` of TRL 1.16, `LoraConfig` of PEFT 0.21; the rest are `TrainingArguments`."""
+"""Trainers' configurations and `ModelConfig` of TRL 1.16, `LoraConfig` of PEFT 0.21; the rest: `TrainingArguments`."""
 AXOLOTL: Mapping[str, Rows] = {
     "Model and data": {
         "base_model": ("model.from_hf, checkpoint.init_from", "sizes, and weights"),

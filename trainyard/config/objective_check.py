@@ -42,6 +42,10 @@ def check_objective(config: Any) -> None:
             raise ValueError(f"data.source={data.source}: train.objective={name} needs {needed}; nearest: {nearest}")
     if objective and objective.samples == "prompts":
         check_rollouts(config)
+    if config.preference.reference == "live" and config.layout.zero >= 2:
+        raise ValueError(
+            f"preference.reference=live: no rank has all weights with layout.zero={config.layout.zero}; nearest: stored"
+        )
     is_scored = bool(objective and objective.samples == "pairs" and sample_kind(config).scores_ends)
     if config.model.score_head and not (is_scored or is_user_path(name or "")):
         raise ValueError(f"train.objective={name}: model.score_head=true is a reward model; nearest: reward")

@@ -1,6 +1,6 @@
 """The `preference` section of the configuration, and the samples that its objectives need."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ class PreferenceSection(Section):
     Default: the first one."""
     label_smoothing: float | None = Field(None, ge=0, lt=0.5)
     """dpo, cpo, simpo: probability that the rejected answer is the better one. Default: 0."""
+    reference: Literal["stored", "live"] | None = None
+    """dpo, kto: where the log-probabilities of the reference come from. stored: computed once, before the first step,
+    and kept; live: computed at each step, from a copy of the trained weights of step 0. Default: stored."""
     reference_free: bool | None = None
     """dpo: compare log-probabilities as they are, as if the reference found all answers equally likely. Default:
     false."""

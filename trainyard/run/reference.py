@@ -12,9 +12,10 @@ from trainyard.core.quantities import counted
 from trainyard.core.user_cache import user_cache
 from trainyard.data.loading.fingerprint import fingerprint_file
 from trainyard.formats.peft.adapter import lora_options
+from trainyard.run.frozen_weights import FrozenWeights
 from trainyard.run.setup import TrainSetup
 from trainyard.train.pair_loss import PairLoss
-from trainyard.train.reference_scores import ReferenceScores, log_progress, score_pairs
+from trainyard.train.reference_scores import LiveReference, ReferenceScores, log_progress, score_pairs
 
 REFERENCE_FILE = "reference_scores.npz"
 
@@ -25,6 +26,9 @@ def prepare_reference(run: TrainSetup, directory: Path) -> None:
     the reference until the first update."""
     loss = run.loss_fn
     if not isinstance(loss, PairLoss) or not loss.needs_reference:
+        return
+    if loss.options.get("reference") == "live":
+        run.runner.add_reference, loss.add_live_scores = None, LiveReference(FrozenWeights(run).in_place)
         return
     files = [directory / REFERENCE_FILE]
     if key := _weights_key(run):

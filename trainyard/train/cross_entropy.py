@@ -201,15 +201,24 @@ def torch_chunk_loss(
 
 
 def invariant_chunk_loss(
-    logits: Tensor, labels: Tensor, output: ModelOutput, log_softmax: Callable[[Tensor], Tensor]
+    logits: Tensor,
+    labels: Tensor,
+    output: ModelOutput,
+    weights: Tensor | None,
+    needs_gradient: bool,
+    *,
+    log_softmax: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The losses of a chunk from the log-probabilities of the sampler. One rank has the full vocabulary."""
     counts = (labels != IGNORE_INDEX)[:, None]
     target = torch.where(counts, labels[:, None], 0).long()
     logprobs = log_softmax(logits.float())
     loss = torch.where(counts, -logprobs.gather(1, target), 0.0)
-    logits.copy_(logprobs.exp_().mul_(counts))
-    logits.scatter_(1, target, logits.gather(1, target) - counts.to(logits.dtype))
+    if needs_gradient:
+        logits.copy_(logprobs.exp_().mul_(counts))
+        logits.scatter_(1, target, logits.gather(1, target) - counts.to(logits.dtype))
+        if weights is not None:
+            logits.mul_(weights[:, None])
     return loss[:, 0]
 
 

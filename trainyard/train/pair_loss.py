@@ -13,9 +13,12 @@ from trainyard.train.loss import LossTerms
 from trainyard.train.objective import Objective
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from trainyard.models import Batch, ModelOutput
+    from trainyard.train.micro_batches.runner import MicroBatchRunner
 
 
 class PairScores(NamedTuple):
@@ -47,6 +50,8 @@ class PairLoss(Objective):
     """It has a second term, `likelihood`: the cross entropy of the chosen answers, by `likelihood_weight`."""
     needs_reference: bool = False
     """It compares with the log-probabilities of a reference, which batches have."""
+    add_live_scores: "Callable[[MicroBatchRunner, PairLoss, list[Batch], Tensor], None] | None" = None
+    """Computes these at each step, as `LiveReference` does; None: they are stored."""
 
     def views(self, batch: "Batch") -> "list[Batch]":
         """The batches that together have all answers to which a reference gives scores."""
@@ -66,6 +71,10 @@ class PairLoss(Objective):
         if not self.needs_reference:
             return batch
         return {**batch, "reference_scores": -64 - (batch["pair_keys"] % 64).float()}
+
+    def prepare(self, runner: "MicroBatchRunner", batches: "list[Batch]", rng_key: "Tensor") -> None:
+        if self.add_live_scores:
+            self.add_live_scores(runner, self, batches, rng_key)
 
     def label_counts(self, batch: "Batch") -> "list[Tensor]":
         counts = [is_pair(batch).sum().float()]

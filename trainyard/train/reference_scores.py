@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 
@@ -73,16 +74,11 @@ def pair_keys(words: Tensor) -> NDArray[np.int64]:
 
 
 @torch.no_grad()
-def score_pairs(
-    runner: MicroBatchRunner, loss: PairLoss, known: ReferenceScores, batches: Iterable[Batch]
-) -> Iterator[int]:
-    """Add the scores that the model gives to the pairs of batches, of which this is a data-parallel rank's part, and
-    that are not known. All ranks call this, and know all scores in the end. Yields after each batch how many samples of
-    all ranks were looked at."""
-    mesh, device = runner.mesh, runner.device.torch_device
-    is_owner = mesh.tp.rank == 0 and mesh.cp.rank == 0
-    rng_key = torch.zeros(2, dtype=torch.int32, device=device)
-    found: list[tuple[Tensor, Tensor]] = []
+def answer_scores(
+    runner: MicroBatchRunner, loss: PairLoss, batches: list[Batch], rng_key: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """The keys [B, 2 P] of each micro batch on the device, and what the model gives its answers [B, 2 P]. Stages of a
+    pipeline but the last one get none."""
 
     def score(batches: list[Batch]) -> list[tuple[Tensor, Tensor]]:
         scores: list[tuple[Tensor, Tensor]] = []
@@ -95,6 +91,40 @@ def score_pairs(
         runner(batches, rng_key, collect, backward=False)
         return scores
 
+    with runner.eval_mode():
+        views = [score(list(view)) for view in zip(*map(loss.views, batches), strict=True)]
+    # An answer has no labels in all views but one.
+    return [(parts[0][0], torch.stack([scores for _, scores in parts]).sum(0)) for parts in zip(*views, strict=True)]
+
+
+class LiveReference:
+    """Gives each step the scores of a reference whose weights `in_place` puts into the model for a moment."""
+
+    def __init__(self, in_place: Callable[[], AbstractContextManager[None]]) -> None:
+        self.in_place = in_place
+
+    def __call__(self, runner: MicroBatchRunner, loss: PairLoss, batches: list[Batch], rng_key: Tensor) -> None:
+        """Add `reference_scores` to each of the batches."""
+        with self.in_place():
+            found = [scores for _, scores in answer_scores(runner, loss, batches, rng_key)]
+        if runner.pipeline:  # one batch, whose micro batches the last stage has met in their order
+            found = [torch.cat(found) if found else torch.zeros_like(batches[0]["pair_keys"], dtype=torch.float32)]
+        for batch, scores in zip(batches, found, strict=True):
+            batch["reference_scores"] = scores
+
+
+@torch.no_grad()
+def score_pairs(
+    runner: MicroBatchRunner, loss: PairLoss, known: ReferenceScores, batches: Iterable[Batch]
+) -> Iterator[int]:
+    """Add the scores that the model gives to the pairs of batches, of which this is a data-parallel rank's part, and
+    that are not known. All ranks call this, and know all scores in the end. Yields after each batch how many samples of
+    all ranks were looked at."""
+    mesh, device = runner.mesh, runner.device.torch_device
+    is_owner = mesh.tp.rank == 0 and mesh.cp.rank == 0
+    rng_key = torch.zeros(2, dtype=torch.int32, device=device)
+    found: list[tuple[Tensor, Tensor]] = []
+
     def add_found() -> None:
         own = [(pair_keys(words.cpu()).flatten(), scores.view(-1, 2).cpu().numpy()) for words, scores in found]
         every_rank = mesh.all_gather_object(own if is_owner else [])
@@ -105,11 +135,7 @@ def score_pairs(
 
     for count, batch in enumerate(batches, 1):
         if any(mesh.all_gather_object(known.lacks(batch))):
-            micro_batches = runner.to_device(batch)
-            with runner.eval_mode():
-                views = [score(list(view)) for view in zip(*map(loss.views, micro_batches), strict=True)]
-            # An answer has no labels in all views but one.
-            found += [(parts[0][0], sum(scores for _, scores in parts)) for parts in zip(*views, strict=True)]
+            found += answer_scores(runner, loss, runner.to_device(batch), rng_key)
         if count % BATCHES_PER_MERGE == 0:
             add_found()
         yield count * len(batch["tokens"]) * mesh.layout.dp

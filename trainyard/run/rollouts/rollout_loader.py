@@ -29,7 +29,7 @@ from trainyard.data.loading.prompt_samples import PromptSamples
 from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import load_tokenizer
 from trainyard.models import ModelOutput
-from trainyard.run.rollouts.frozen_weights import FrozenWeights
+from trainyard.run.frozen_weights import FrozenWeights
 from trainyard.run.rollouts.rewards import RewardFunctions
 from trainyard.run.rollouts.rollout import Rollout, RolloutBatch
 from trainyard.run.rollouts.sampler import RolloutSampler

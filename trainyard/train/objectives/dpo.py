@@ -69,6 +69,7 @@ class Dpo(PairLoss):
         "beta": 0.1,
         "variant": "sigmoid",
         "label_smoothing": 0.0,
+        "reference": "stored",
         "reference_free": False,
     }
 

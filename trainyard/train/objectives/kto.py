@@ -28,6 +28,7 @@ class Kto(PairLoss):
         "variant": "kto",
         "desirable_weight": 1.0,
         "undesirable_weight": 1.0,
+        "reference": "stored",
     }
 
     def __init__(self, head_loss: HeadLoss | None, options: "PreferenceSection") -> None:
@@ -48,6 +49,7 @@ class Kto(PairLoss):
 
         from trainyard.train.step import LossAccumulator
 
+        super().prepare(runner, batches, rng_key)
         if f"{MISMATCH}tokens" not in batches[0]:
             return
         sums = LossAccumulator(["kl"], rng_key.device, runner.mesh)

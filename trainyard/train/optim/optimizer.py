@@ -71,6 +71,12 @@ class Optimizer:
         """Call `fence` once before the next update, which then may not overtake a copy of the state in progress."""
         self._update_fences.append(fence)
 
+    def wait_for_copies(self) -> None:
+        """Wait until the weights are current, and copies of the state in progress no longer read them."""
+        self.wait_for_weights()
+        while self._update_fences:
+            self._update_fences.pop()()
+
     def weight_norm(self) -> Tensor:
         """The 2-norm of all trained weights of the full model."""
         return self.replica_sync.global_norm(self.replica_sync.squared_norms(self.state.master_weights))
@@ -79,9 +85,7 @@ class Optimizer:
     def step(self, lr: Tensor, grad_scale: Tensor, loss: Tensor, step: int) -> Tensor:
         """Update the weights from the reduced gradients times `grad_scale`, clipped. Returns the norm before clipping.
         `step` seeds stochastic rounding."""
-        self.wait_for_weights()
-        while self._update_fences:
-            self._update_fences.pop()()
+        self.wait_for_copies()
         loads = self.load_balance.take_loads()
         squared_norms = self.replica_sync.squared_norms(self.state.reduced_grads)
         norm = self.replica_sync.global_norm(squared_norms) * grad_scale
