@@ -56,7 +56,9 @@ class Turns:
         # With the end of the turn before it, since some tokenizers begin a text with another token.
         end = encoder.fast.id_to_token(turn[-1]) or ""
         tokens: list[int] = encoder.fast.encode(end + text, add_special_tokens=False).ids
-        return tokens[1:]
+        if tokens[:1] == turn[-1:]:
+            return tokens[1:]
+        return [*encoder.fast.encode(text, add_special_tokens=False).ids]
 
     def _rendered(self, answer: str, end_id: int) -> str:
         """What the template writes after the end of a turn if the tool answers it, up to the next turn of the model."""
