@@ -48,7 +48,7 @@ BUDGETS = {
     "cli": 5085,
     "cluster": 2200,
     "compat": 480,
-    "config": 1680,
+    "config": 1685,
     "core": 945,
     "dashboard": 1350,
     "data": 4295,
@@ -66,12 +66,12 @@ BUDGETS = {
     "preflight": 4230,
     "prepare": 2200,
     "remote": 2900,
-    "run": 3410,
+    "run": 3415,
     "train": 3155,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 20_800
+SPINE_BUDGET = 20_350
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150
