@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.config.objective_check import trains_on_rollouts
 from trainyard.core.constants import GIB
 from trainyard.core.quantities import counted
 from trainyard.models import Blueprint, blueprint_of
@@ -158,6 +159,8 @@ def _print_cost(plan: Plan, print_line: Callable[[str], None]) -> None:
     )
     print_line(f"  total   {counted(plan.config.train.steps, 'step', ',')}, {format_number(cost.days)} days, {dollars}")
     print_line(f"  limit   {plan.bottleneck}")
+    if trains_on_rollouts(plan.config):
+        print_line("  note    the time to write completions and to judge them comes on top")
 
 
 def print_search(plan: Plan, ranking: LayoutRanking) -> None:
