@@ -14,6 +14,7 @@ from trainyard.config.schema import Config
 from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.data.loading.build import build_datasets, build_validation_sets, grow_vocab, validation_sections
+from trainyard.data.loading.loader import BatchSource
 from trainyard.devices.base import PeakThroughput
 from trainyard.families.flops import flops_per_sample
 from trainyard.metrics.loggers.build import check_loggers
@@ -106,6 +107,8 @@ class TrainSetup:
             build_datasets(config), validation_sets, config.train, config.data, evaluate_every
         )
         """`validation_loaders` by name; "" are the samples held out from the training data."""
+        self.batch_source: BatchSource = self.loader
+        """Makes the batches of the steps."""
         sets = validation_sections(config.data, config.evaluate.sets) if evaluate_every else {}
         for data in (config.data, *sets.values()):
             check_same_versions(data, mesh)

@@ -13,7 +13,6 @@ import torch
 
 from trainyard.config.load import dump
 from trainyard.core.atomic_files import atomic_write_text
-from trainyard.data.loading.loader import BatchSource
 from trainyard.run.checkpointing.directory_owner import lock_directories
 from trainyard.run.model_files import check_run_export, export_weights, run_model_files
 from trainyard.run.parts import build_parts
@@ -32,9 +31,6 @@ from trainyard.train.step import StepResult
 
 class Trainer(TrainSetup):
     """One rank of a training run."""
-
-    batch_source: BatchSource
-    """Makes the batches of its steps."""
 
     def run(self) -> RunSummary:
         """Train until config.train.steps or a signal, and write the run directory."""
