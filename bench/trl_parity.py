@@ -66,10 +66,10 @@ SEQ_LEN = 144
 DPO_VARIANTS = {
     **dict.fromkeys(("sigmoid", "sigmoid_norm", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard"), 0.0),
     **dict.fromkeys(("apo_zero", "apo_down", "discopop"), 0.0),
-    **dict.fromkeys(("robust", "exo_pair"), 0.1),
+    **dict.fromkeys(("robust", "exo_pair", "aot", "aot_unpaired"), 0.1),
 }
-"""Losses of TRL's DPOTrainer, with the label smoothing to compare them at. Not aot, which sorts the rewards of a micro
-batch, nor sft, which is that of fine-tuning."""
+"""Losses of TRL's DPOTrainer, with the label smoothing to compare them at. Not sft, which is
+that of fine-tuning."""
 CASES: dict[str, dict[str, Any]] = {
     "assistant only": {"records": MESSAGES, "assistant": True},
     "completion only, text": {"records": TEXTS},

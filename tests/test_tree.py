@@ -67,11 +67,11 @@ BUDGETS = {
     "prepare": 2200,
     "remote": 2900,
     "run": 3415,
-    "train": 3155,
+    "train": 3205,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 20_350
+SPINE_BUDGET = 20_400
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

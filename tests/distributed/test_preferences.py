@@ -36,10 +36,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "reward": {"preference": {"center_weight": 0.1}},
     "dpo-lora": {"lora": {"rank": 3, "dora": True, "train": ["norms"]}},
     "dpo-experts": {"model": configs.MOE},
+    "dpo-aot": {"preference": {"variant": "aot", "beta": 0.5}},
+    "dpo-aot_unpaired": {"preference": {"variant": "aot_unpaired", "beta": 0.5}},
 }
 """Sections by a name that begins with the objective's."""
 FAST = {("dpo", "single"), ("orpo", "cp2-ring"), ("cpo", "tp2-sp"), ("dpo", "pp2"), ("simpo", "dp2-zero1")}
 FAST |= {("dpo-experts", "ep2"), ("reward", "tp2-sp"), ("reward", "cp2-ring")}
+FAST |= {("dpo-aot_unpaired", "dp2-zero1"), ("dpo-aot", "pp2")}
 FAST |= {("kto", "dp2-zero1"), ("kto", "cp2-ring"), ("kto", "pp2")}
 CASES = [
     pytest.param(objective, layout, marks=[] if (objective, layout) in FAST else [pytest.mark.nightly])

@@ -16,9 +16,9 @@ class PreferenceSection(Section):
     simpo 2."""
     variant: str | None = None
     """The loss of rewards. dpo: sigmoid, sigmoid_norm, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard,
-    apo_zero, apo_down or discopop; cpo: sigmoid, hinge or ipo; kto: kto or apo_zero_unpaired. robust is unbiased if
-    preference.label_smoothing is the probability of a wrong label; ipo and sigmoid_norm take means over tokens.
-    Default: the first one."""
+    apo_zero, apo_down, discopop, aot or aot_unpaired; cpo: sigmoid, hinge or ipo; kto: kto or apo_zero_unpaired. robust
+    is unbiased if preference.label_smoothing is the probability of a wrong label; ipo and sigmoid_norm take means over
+    tokens; aot and aot_unpaired sort the pairs of the global batch. Default: the first one."""
     label_smoothing: float | None = Field(None, ge=0, lt=0.5)
     """dpo, cpo, simpo: probability that the rejected answer is the better one. Default: 0."""
     reference: Literal["stored", "live"] | None = None

@@ -42,6 +42,8 @@ class Batch(TypedDict, total=False):
     """[B, P] instead of pairs, single answers: 1 if it is good, 0 if not. `pair_keys` name each with its prompt and the
     answer to another one, which the fields kl_tokens, kl_labels, kl_document_ids and kl_position_ids have after the
     same prompt. An answer is document 2 k, and the other one after its prompt 2 k + 1."""
+    counterparts: Tensor
+    """[B, P, 2] fp32: what the answers of pairs are compared with, if not with each other."""
     reference_scores: Tensor
     """[B, 2 P] fp32: log-probability that the reference gives each answer."""
     old_log_probs: Tensor

@@ -35,6 +35,8 @@ class PairScores(NamedTuple):
     reference_rejected: "Tensor"
     margins: "Tensor | float" = 0.0
     """By how much the record wants the reward of the chosen answer to be larger."""
+    counterparts: "Tensor | float" = 0.0
+    """[B, P, 2] what the answers are compared with instead of each other, for variants that sort a batch."""
 
 
 class PairLoss(Objective):
@@ -113,8 +115,8 @@ class PairLoss(Objective):
         (chosen, rejected), tokens, references = (
             each.view(len(sums), -1, 2).unbind(-1) for each in (-sums[..., 0], sums[..., 1].detach(), reference)
         )
-        margins = batch.get("margins", 0.0)
-        return PairScores(chosen, rejected, tokens[0], tokens[1], references[0], references[1], margins)
+        margins, counterparts = batch.get("margins", 0.0), batch.get("counterparts", 0.0)
+        return PairScores(chosen, rejected, tokens[0], tokens[1], references[0], references[1], margins, counterparts)
 
     def token_losses(self, output: "ModelOutput", batch: "Batch") -> "Tensor":
         """[B, T] what a label adds to the loss of its answer."""

@@ -97,6 +97,15 @@ def answer_scores(
     return [(parts[0][0], torch.stack([scores for _, scores in parts]).sum(0)) for parts in zip(*views, strict=True)]
 
 
+def batch_scores(runner: MicroBatchRunner, loss: PairLoss, batches: list[Batch], rng_key: Tensor) -> list[Tensor]:
+    """What the model gives the answers of each of the batches [B, 2 P]; zeros where it ends on another stage."""
+    found = [scores for _, scores in answer_scores(runner, loss, batches, rng_key)]
+    if not runner.pipeline:
+        return found
+    # One batch, whose micro batches the last stage has met in their order.
+    return [torch.cat(found) if found else torch.zeros_like(batches[0]["pair_keys"], dtype=torch.float32)]
+
+
 class LiveReference:
     """Gives each step the scores of a reference whose weights `in_place` puts into the model for a moment."""
 
@@ -106,9 +115,7 @@ class LiveReference:
     def __call__(self, runner: MicroBatchRunner, loss: PairLoss, batches: list[Batch], rng_key: Tensor) -> None:
         """Add `reference_scores` to each of the batches."""
         with self.in_place():
-            found = [scores for _, scores in answer_scores(runner, loss, batches, rng_key)]
-        if runner.pipeline:  # one batch, whose micro batches the last stage has met in their order
-            found = [torch.cat(found) if found else torch.zeros_like(batches[0]["pair_keys"], dtype=torch.float32)]
+            found = batch_scores(runner, loss, batches, rng_key)
         for batch, scores in zip(batches, found, strict=True):
             batch["reference_scores"] = scores
 
