@@ -65,6 +65,10 @@ class ModuleFactory:
         shape = self.blueprint.local_shape(name, self.shard)
         return nn.Parameter(torch.empty(shape, device="meta"))
 
+    def optional_parameter(self, name: str) -> nn.Parameter | None:
+        """The parameter, if the blueprint has it."""
+        return self.parameter(name) if name in self.blueprint else None
+
     def parameters(self, name: str, parts: Sequence[str]) -> nn.ParameterDict:
         """The parameters `name.part` by part, such as the matrices of experts."""
         return nn.ParameterDict({part: self.parameter(f"{name}.{part}") for part in parts})
