@@ -3,6 +3,8 @@
 B batch, T tokens, D hidden, H heads, G kv heads, K head size, F ffn.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from trainyard.families.blueprint import layer_index
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.layers import SwiGLU, rope_frequencies
+from trainyard.models.layers import PositionTable, PositionTables, SwiGLU
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
@@ -31,19 +33,23 @@ class LlamaAttention(Recomputable):
         self.q_norm, self.k_norm = (make.optional_rms_norm(f"{name}.{x}_norm", c.norm_eps) for x in "qk")
         layer = layer_index(name)
         assert layer is not None
+        self.rope_index, self.rope_interleaved = c.ropes.index(c.rope_of(layer)), c.rope_interleaved
         window = c.attention_window(layer)
         self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name, window)
         self.output = make.linear(f"{name}.output")
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
+        cos_TK, sin_TK, query_scale = positions[self.rope_index]
+        rope = (cos_TK, sin_TK, *self.local_heads, self.rope_interleaved)
         if self.q_norm and self.k_norm:
-            q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(
-                qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_TK, sin_TK, *self.local_heads
-            )
+            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(qkv, *norms, *rope)
         else:
-            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, *rope)
+        if query_scale is not None:
+            q_BHTK = (q_BHTK * query_scale).to(q_BHTK.dtype)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return self.tp.reduce_output(self.output(y_BHTK.transpose(1, 2).flatten(2)))
 
@@ -76,29 +82,26 @@ class LlamaBlock(nn.Module):
         else:
             self.mlp = LlamaMLP(c, make, f"{name}.mlp")
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)
-        x_BTD, y_BTD = self.mlp_norm(x_BTD, self.attention(y_BTD, cos_TK, sin_TK, documents_BT))
+        x_BTD, y_BTD = self.mlp_norm(x_BTD, self.attention(y_BTD, positions, documents_BT))
         return x_BTD + self.mlp(y_BTD)
 
 
 class Llama(TransformerStage):
-    frequency: Tensor
-
     def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
-        self.kernels = make.kernels
+        self.positions = PositionTables(c.ropes, make.kernels)
         self.embedding = make.vocab_embedding("embedding")
         self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
         self.norm = make.rms_norm("norm", c.norm_eps)
         self.output = make.head(self, c.tie_embeddings)
-        self.register_buffer("frequency", torch.cat([rope_frequencies(c)] * 2), persistent=False)
 
-    def block_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def block_inputs(self, batch: Batch) -> tuple[tuple[PositionTable, ...], Tensor | None]:
         position = batch["position_ids"][:, None] if "position_ids" in batch else self.token_positions(batch)
-        return *self.kernels.rope_angles(position, self.frequency), batch.get("document_ids")
+        return self.positions(position, batch["tokens"].shape[1] * self.cp.size), batch.get("document_ids")
 
-    def embed(self, batch: Batch, *block_inputs: Tensor | None) -> Tensor:
+    def embed(self, batch: Batch, *block_inputs: Any) -> Tensor:
         return self.embed_tokens(batch)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:

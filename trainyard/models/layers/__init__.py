@@ -3,8 +3,9 @@
 from trainyard.models.layers.activation import BiasGelu, SwiGLU
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
 from trainyard.models.layers.dropout import Dropout, add_uniform_noise, dropout_site, token_seeds
-from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding, rope_frequencies
+from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding
 from trainyard.models.layers.norm import LayerNorm, RMSNorm
+from trainyard.models.layers.rope import PositionTable, PositionTables
 from trainyard.parallel.tensor_parallel import Linear
 
 __all__ = [
@@ -16,11 +17,12 @@ __all__ = [
     "Linear",
     "OutputProjection",
     "PackedSequences",
+    "PositionTable",
+    "PositionTables",
     "RMSNorm",
     "SwiGLU",
     "VocabEmbedding",
     "add_uniform_noise",
     "dropout_site",
-    "rope_frequencies",
     "token_seeds",
 ]
