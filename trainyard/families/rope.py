@@ -148,9 +148,10 @@ class Rope:
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(scaling.original_max_positions))
 
     @property
-    def depends_on_length(self) -> bool:
-        """True if frequencies differ between sequences of different lengths."""
-        return isinstance(self.scaling, DynamicRopeScaling | LongRopeScaling)
+    def static_length(self) -> int | None:
+        """The longest sequence that rotates as all shorter ones do; None: there is no limit."""
+        scaling = self.scaling
+        return scaling.original_max_positions if isinstance(scaling, DynamicRopeScaling | LongRopeScaling) else None
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -92,6 +92,7 @@ class Llama(TransformerStage):
     def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
         self.positions = PositionTables(c.ropes, make.kernels)
+        self.static_length = self.positions.static_length
         self.embedding = make.vocab_embedding("embedding")
         self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
         self.norm = make.rms_norm("norm", c.norm_eps)
@@ -99,7 +100,10 @@ class Llama(TransformerStage):
 
     def block_inputs(self, batch: Batch) -> tuple[tuple[PositionTable, ...], Tensor | None]:
         position = batch["position_ids"][:, None] if "position_ids" in batch else self.token_positions(batch)
-        return self.positions(position, batch["tokens"].shape[1] * self.cp.size), batch.get("document_ids")
+        length: int | Tensor = batch["tokens"].shape[1] * self.cp.size
+        if "sequence_lengths" in batch:
+            length = batch["sequence_lengths"][:, None, None]
+        return self.positions(position, length), batch.get("document_ids")
 
     def embed(self, batch: Batch, *block_inputs: Any) -> Tensor:
         return self.embed_tokens(batch)

@@ -27,7 +27,8 @@ class PositionTables(nn.Module):
     def __init__(self, ropes: Sequence[Rope | None], kernels: Kernels) -> None:
         super().__init__()
         self.kernels, self.ropes = kernels, ropes
-        self.depends_on_length = any(rope is not None and rope.depends_on_length for rope in ropes)
+        limits = [rope.static_length for rope in ropes if rope and rope.static_length]
+        self.static_length = min(limits, default=None)
         for index, rope in enumerate(ropes):
             if rope and rope.size:
                 self.register_buffer(f"frequencies{index}", rope_frequencies(rope), persistent=False)
@@ -42,7 +43,7 @@ class PositionTables(nn.Module):
         cos = sin = query_scale = None
         if rope.size:
             frequency = getattr(self, f"frequencies{index}")
-            frequency = CHOICES[rope.scaling.kind](rope, frequency, length) if rope.depends_on_length else frequency[0]
+            frequency = CHOICES[rope.scaling.kind](rope, frequency, length) if rope.static_length else frequency[0]
             cos, sin = self.kernels.rope_angles(position, frequency, rope.attention_factor)
         if scale := rope.query_scale:
             query_scale = 1 + scale.weight * torch.log1p(((position + 1) / scale.interval).floor())[..., None]
