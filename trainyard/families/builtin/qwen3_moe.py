@@ -9,7 +9,6 @@ from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import (
     DECODER_MODULE,
-    ROPE_HF_KEYS,
     DecoderStyle,
     decoder_hf_format,
     decoder_hf_keys,
@@ -17,6 +16,7 @@ from trainyard.families.decoder import (
 )
 from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
+from trainyard.families.rope import ROPE_HF_KEYS
 
 
 class Qwen3MoeConfig(MoeConfig):
