@@ -124,9 +124,8 @@ def attention_specs(c: DecoderConfig, qkv_bias: bool, qk_norm: bool) -> list[Par
     ]
 
 
-def gated_mlp_specs(c: DecoderConfig, ffn: int) -> list[ParamSpec]:
+def gated_mlp_specs(c: DecoderConfig, ffn: int, layer: str = "layers.*.mlp.") -> list[ParamSpec]:
     """The parameters of an MLP with a gate and this intermediate size."""
-    layer = "layers.*.mlp."
     gate_up = tuple(FusedPart(f"{layer}{name}.weight", ffn, ffn) for name in ("gate", "up"))
     down = ParamSpec(f"{layer}down.weight", (c.hidden, ffn), 1, init_std=c.output_init_std, flops_tokens="tokens")
     return [*column_parallel_specs(f"{layer}gate_up.weight", gate_up, (c.hidden,), c.fuse_gate_up, c.init_std), down]

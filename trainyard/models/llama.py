@@ -17,6 +17,7 @@ from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
+from trainyard.parallel.tensor_parallel import TensorAxis
 
 
 class LlamaAttention(Recomputable):
@@ -64,17 +65,23 @@ class LlamaMLP(Recomputable):
         return self.tp.reduce_output(self.down(self.activation(gate_up)))
 
 
+def make_mlp(c: DecoderConfig, make: ModuleFactory, name: str) -> LlamaMLP | MoeMLP:
+    """The MLP or the mixture of experts of a block, whichever the blueprint has."""
+    if not isinstance(c, MoeConfig) or f"{name}.router.weight" not in make.blueprint:
+        return LlamaMLP(c, make, name)
+    shared = LlamaMLP(c, make, f"{name}.shared") if c.shared_ffn else None
+    if shared:
+        shared.tp = TensorAxis()  # the mixture gathers its input and reduces its output
+    return MoeMLP(c, make, name, shared)
+
+
 class LlamaBlock(nn.Module):
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.attention_norm = make.rms_norm(f"{name}.attention_norm", c.norm_eps)
         self.attention = LlamaAttention(c, make, f"{name}.attention")
         self.mlp_norm = make.rms_norm(f"{name}.mlp_norm", c.norm_eps)
-        self.mlp: nn.Module
-        if isinstance(c, MoeConfig) and f"{name}.mlp.router.weight" in make.blueprint:
-            self.mlp = MoeMLP(c, make, f"{name}.mlp")
-        else:
-            self.mlp = LlamaMLP(c, make, f"{name}.mlp")
+        self.mlp = make_mlp(c, make, f"{name}.mlp")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)

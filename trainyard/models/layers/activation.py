@@ -34,3 +34,16 @@ class SwiGLU(Recomputable):
     def forward(self, gate_up: Tensor) -> Tensor:
         y = self.kernels.swiglu(gate_up)
         return self.drop_output(y, lambda: self.kernels.swiglu(gate_up))
+
+
+class ClampedSwiGLU(Recomputable):
+    """SwiGLU with clamped inputs and one added to `up` (gpt-oss)."""
+
+    recompute_name = "activation"
+
+    def __init__(self, alpha: float, limit: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.alpha, self.limit, self.kernels = alpha, limit, kernels
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return self.kernels.clamped_swiglu(gate_up, self.alpha, self.limit)
