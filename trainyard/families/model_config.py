@@ -99,7 +99,7 @@ class ModelConfig(Section):
 
     @property
     def without_router_bias(self) -> Self:
-        """The model as other stacks can hold it: experts without a bias that balances them, unless they have one too."""
+        """The model as other stacks can hold it: experts without a bias that balances them, unless their files do."""
         is_lost = getattr(self, "router_bias", False) and not getattr(self, "files_have_router_bias", False)
         return self.model_copy(update={"router_bias": False}) if is_lost else self
 

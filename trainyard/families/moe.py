@@ -1,7 +1,7 @@
 """What mixtures of experts have in common: keys, the parameters of a layer's router and experts, and their names in
 Hugging Face's files."""
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
