@@ -19,7 +19,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from tests.support import configs
-from trainyard.families.moe import MoeConfig, moe_blueprint
+from trainyard.families.moe import MoeConfig, MoeStyle, moe_blueprint
 from trainyard.kernels.reference import Kernels
 from trainyard.models.llama import make_mlp
 from trainyard.models.module_factory import ModuleFactory
@@ -37,40 +37,41 @@ V2 = {**GROUPS, "group_score": "max", "normalize_top_k": False}
 GREEDY = {"routed_scale": 2.5, "shared_ffn": 2 * F, "normalize_top_k": False}
 
 
-class GptOssExperts(MoeConfig):
-    @property
-    def clamped_swiglu(self) -> tuple[float, float]:
-        return 1.702, 0.7
+def with_style(**style: Any) -> type[MoeConfig]:
+    class Styled(MoeConfig):
+        @property
+        def moe_style(self) -> MoeStyle:
+            return MoeStyle(**style)
+
+    return Styled
 
 
-class Llama4Experts(MoeConfig):
-    weights_scale_inputs = True
+GPT_OSS_EXPERTS = with_style(clamped_swiglu=(1.702, 0.7), logit_bias=True, expert_biases=True)
+LLAMA4_EXPERTS = with_style(scales_inputs=True)
+GATED_EXPERTS = with_style(shared_gate=True)
 
 
-CASES: dict[str, tuple[Any, Any, type[MoeConfig], dict[str, Any], dict[str, bool]]] = {
-    "deepseek-v3": (DeepseekV3MoE, DeepseekV3Config(**DEEPSEEK, norm_topk_prob=True), MoeConfig, V3, {}),
+CASES: dict[str, tuple[Any, Any, type[MoeConfig], dict[str, Any]]] = {
+    "deepseek-v3": (DeepseekV3MoE, DeepseekV3Config(**DEEPSEEK, norm_topk_prob=True), MoeConfig, V3),
     "deepseek-v3-unnormalized": (
         DeepseekV3MoE, DeepseekV3Config(**DEEPSEEK, norm_topk_prob=False), MoeConfig, {**V3, "normalize_top_k": False},
-        {},
     ),
-    "deepseek-v2": (
-        DeepseekV2Moe, DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy"), MoeConfig, V2, {},
-    ),
-    "deepseek-v2-greedy": (DeepseekV2Moe, DeepseekV2Config(**DEEPSEEK, topk_method="greedy"), MoeConfig, GREEDY, {}),
+    "deepseek-v2": (DeepseekV2Moe, DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy"), MoeConfig, V2),
+    "deepseek-v2-greedy": (DeepseekV2Moe, DeepseekV2Config(**DEEPSEEK, topk_method="greedy"), MoeConfig, GREEDY),
     "qwen2-moe": (
         Qwen2MoeSparseMoeBlock,
         Qwen2MoeConfig(
             **SIZES, num_experts=E, moe_intermediate_size=F, shared_expert_intermediate_size=20, norm_topk_prob=True
         ),
-        MoeConfig, {"shared_ffn": 20}, {"shared_gate": True},
+        GATED_EXPERTS, {"shared_ffn": 20},
     ),
     "gpt-oss": (
-        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), GptOssExperts, {},
-        {"logit_bias": True, "expert_biases": True},
+        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), GPT_OSS_EXPERTS,
+        {},
     ),
     "llama4": (
-        Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), Llama4Experts,
-        {"router_scores": "sigmoid", "normalize_top_k": False, "shared_ffn": F}, {},
+        Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), LLAMA4_EXPERTS,
+        {"router_scores": "sigmoid", "normalize_top_k": False, "shared_ffn": F},
     ),
 }  # fmt: skip
 
@@ -105,7 +106,7 @@ def values_of(hf: nn.Module) -> dict[str, Tensor]:
 
 def blocks(case: str, **changes: Any) -> tuple[nn.Module, MoeMLP]:
     """A random block of transformers, and ours with its weights."""
-    hf_class, hf_config, config_class, keys, rows = CASES[case]
+    hf_class, hf_config, config_class, keys = CASES[case]
     hf_config._experts_implementation = "eager"
     torch.manual_seed(3)
     hf = hf_class(hf_config)
@@ -114,7 +115,7 @@ def blocks(case: str, **changes: Any) -> tuple[nn.Module, MoeMLP]:
             value.copy_(torch.randn_like(value) * 0.5)
     sizes = {**configs.LLAMA, "family": "moe", "hidden": D, "heads": 2, "ffn": F, "experts": E, "top_k": K}
     section = config_class.model_validate({**sizes, "balance_loss": 0.0, **keys, **changes})
-    blueprint = moe_blueprint(section, **rows)
+    blueprint = moe_blueprint(section)
     ours = make_mlp(section, ModuleFactory(blueprint, Axes(), Kernels()), "layers.0.mlp")
     assert isinstance(ours, MoeMLP)
     values = values_of(hf)

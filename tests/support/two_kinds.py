@@ -31,7 +31,7 @@ class TwoKindsConfig(MoeConfig):
 
 
 def hf_names(c: TwoKindsConfig) -> HfNameMap:
-    return decoder_hf_names(c, mlp=moe_hf_names(c))
+    return decoder_hf_names(c, moe_hf_names(c))
 
 
 FAMILY = Family(

@@ -100,7 +100,7 @@ class ModelConfig(Section):
     @property
     def without_router_bias(self) -> Self:
         """The model as other stacks can hold it: experts without a bias that balances them, unless their files do."""
-        is_lost = getattr(self, "router_bias", False) and not getattr(self, "files_have_router_bias", False)
+        is_lost = getattr(self, "router_bias", False) and not self.moe_style.stores_router_bias  # type: ignore[attr-defined]
         return self.model_copy(update={"router_bias": False}) if is_lost else self
 
     @property

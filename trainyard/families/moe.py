@@ -1,9 +1,9 @@
 """What mixtures of experts have in common: keys, the parameters of a layer's router and experts, and their names in
 Hugging Face's files."""
 
-from collections.abc import Collection, Hashable, Iterable
-from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,24 @@ from trainyard.families.family import HfTensor
 LAYER = "layers.*.mlp."
 SIGMOID_EPSILON = 1e-20
 """What transformers adds to the sum of a token's sigmoids before it divides by the sum."""
+
+
+@dataclass(frozen=True)
+class MoeStyle:
+    """How a family's mixtures of experts differ from Mixtral's."""
+
+    shared_gate: bool = False
+    """Each token weights the shared expert by a sigmoid of its own."""
+    logit_bias: bool = False
+    """The logits of the router have a trained bias."""
+    expert_biases: bool = False
+    """Both matrices of an expert have a bias."""
+    scales_inputs: bool = False
+    """The weight of an expert is multiplied into its input instead of its output."""
+    clamped_swiglu: tuple[float, float] | None = None
+    """(alpha, limit) of gpt-oss's activation of the experts."""
+    stores_router_bias: bool = False
+    """Other stacks' files of this family hold `router_bias`, too."""
 
 
 class MoeConfig(DecoderConfig):
@@ -57,15 +75,10 @@ class MoeConfig(DecoderConfig):
     bias_update_rate: float = Field(0.001, gt=0)
     """Step of the bias: that of an expert with more than its share of the tokens falls by this much, others rise."""
 
-    files_have_router_bias: ClassVar[bool] = False
-    """True if other stacks' files of this family hold `router_bias`; otherwise only native checkpoints do."""
-    weights_scale_inputs: ClassVar[bool] = False
-    """True if the weight of an expert is multiplied into its input instead of its output (Llama 4)."""
-
     @property
-    def clamped_swiglu(self) -> tuple[float, float] | None:
-        """(alpha, limit) of gpt-oss's activation of the experts; None: SwiGLU."""
-        return None
+    def moe_style(self) -> MoeStyle:
+        """How this family's mixtures of experts differ from Mixtral's."""
+        return MoeStyle()
 
     @property
     def weight_epsilon(self) -> float:
@@ -113,31 +126,15 @@ class MoeConfig(DecoderConfig):
         return self
 
 
-def moe_blueprint(
-    c: MoeConfig,
-    *,
-    shared_gate: bool = False,
-    logit_bias: bool = False,
-    expert_biases: bool = False,
-    dense_mlp_specs: Iterable[ParamSpec] = (),
-    **options: Any,
-) -> Blueprint:
-    """The parameters of a decoder with a mixture of experts. `options` are those of `decoder_blueprint`, the others
-    those of `moe_mlp_specs`."""
-    mlp_specs = moe_mlp_specs(c, shared_gate, logit_bias, expert_biases, dense_mlp_specs)
-    return decoder_blueprint(c, mlp_specs=mlp_specs, **options)
+def moe_blueprint(c: MoeConfig, dense_mlp_specs: Sequence[ParamSpec] = ()) -> Blueprint:
+    """The parameters of a decoder with a mixture of experts."""
+    return decoder_blueprint(c, moe_mlp_specs(c, dense_mlp_specs))
 
 
-def moe_mlp_specs(
-    c: MoeConfig,
-    shared_gate: bool = False,
-    logit_bias: bool = False,
-    expert_biases: bool = False,
-    dense_mlp_specs: Iterable[ParamSpec] = (),
-) -> list[ParamSpec]:
-    """The rows of the MLPs of all layers. `shared_gate`: each token weights the shared expert by a sigmoid of its own;
-    `logit_bias`: the logits of the router have a trained bias; `expert_biases`: so have the matrices of the experts.
-    `dense_mlp_specs` are the rows of the layers without experts, unless they have a gated MLP of `dense_ffn`."""
+def moe_mlp_specs(c: MoeConfig, dense_mlp_specs: Sequence[ParamSpec] = ()) -> list[ParamSpec]:
+    """The rows of the MLPs of all layers. `dense_mlp_specs` are those of the layers without experts, unless they have a
+    gated MLP of `dense_ffn`."""
+    style = c.moe_style
 
     def matrix(name: str, shape: tuple[int, int], init_std: float) -> ParamSpec:
         return ParamSpec(name, shape, init_std=init_std, flops_tokens="tokens")
@@ -153,23 +150,24 @@ def moe_mlp_specs(
     down = experts("down", "weight", ("down",), c.hidden, (c.ffn,))
     # Ranks add their parts of the experts' outputs, and so the gradients of what all of them hold.
     partial = [matrix(f"{LAYER}router.weight", (c.experts, c.hidden), c.init_std)]
-    if logit_bias:
+    if style.logit_bias:
         partial.append(ParamSpec(f"{LAYER}router.logit_bias", (c.experts,)))
-    if shared_gate:
+    if c.shared_ffn and style.shared_gate:
         partial.append(matrix(f"{LAYER}shared_gate.weight", (1, c.hidden), c.init_std))
     mlp = [
         *(replace(spec, tp_gradient="partial") for spec in partial),
         replace(gate_up, tp_dim=0, init_std=c.init_std, flops_tokens="tokens"),
         replace(down, tp_dim=1, init_std=c.output_init_std, flops_tokens="tokens"),
     ]
-    if expert_biases:
+    if style.expert_biases:
         mlp.append(replace(experts("gate_up_bias", "bias", ("gate", "up"), c.ffn, ()), tp_dim=0))
         mlp.append(replace(experts("down_bias", "bias", ("down",), c.hidden, ()), tp_gradient="partial"))
     if c.router_bias:
         bias = ParamSpec(f"{LAYER}router.bias", (c.experts,), tp_gradient="equal", load_step=c.bias_update_rate)
         mlp.append(bias)
     if c.shared_ffn:
-        mlp += gated_mlp_specs(c, c.shared_ffn, f"{LAYER}shared.")
+        shared = gated_mlp_specs(c, c.shared_ffn, f"{LAYER}shared.")
+        mlp += [spec for spec in shared if spec.name.endswith("weight")]  # biases are those of dense layers
     dense_layers = set(range(c.layers)).difference(c.expert_layers)
     dense = dense_mlp_specs or gated_mlp_specs(c, c.dense_ffn or c.ffn)
     return [*for_layers(dense_layers, dense), *for_layers(c.expert_layers, mlp)]

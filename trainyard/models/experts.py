@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainyard.families.moe import MoeConfig
 from trainyard.kernels.grouped_linear import add_grouped_bias, grouped_linear
-from trainyard.models.layers import ClampedSwiGLU, SwiGLU
+from trainyard.models.layers import ClampedSwiGLU, GatedActivation
 from trainyard.models.lora import add_expert_adapters
 from trainyard.models.module_factory import ModuleFactory
 
@@ -25,8 +25,9 @@ class Experts(nn.Module):
             make.optional_parameter(f"{name}.{matrix}_bias") for matrix in ("gate_up", "down")
         )
         self.update_scale = add_expert_adapters(self, ("gate_up", "down"), make, name)
-        clamp = c.clamped_swiglu
-        self.activation = ClampedSwiGLU(*clamp, make.kernels) if clamp else SwiGLU(make.kernels)
+        self.activation: nn.Module = GatedActivation(c.style.activation, make.kernels)
+        if c.moe_style.clamped_swiglu:
+            self.activation = ClampedSwiGLU(*c.moe_style.clamped_swiglu, make.kernels)
 
     def forward(self, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
         """Rows sorted by expert; those of expert e end at ends[e]."""

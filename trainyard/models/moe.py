@@ -35,8 +35,7 @@ class MoeMLP(Recomputable):
         self.router = Router(c, make, f"{name}.router")
         self.experts = Experts(c, make, f"{name}.experts")
         self.shared = shared
-        has_gate = f"{name}.shared_gate.weight" in make.blueprint
-        self.shared_gate = make.linear(f"{name}.shared_gate") if has_gate else None
+        self.shared_gate = make.linear(f"{name}.shared_gate") if shared and c.moe_style.shared_gate else None
         self.kernels = make.kernels
         self.register_buffer("pair_counts", torch.zeros(c.experts), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
@@ -74,7 +73,7 @@ class MoeMLP(Recomputable):
         place_NK = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
         place_NK = place_NK.view_as(expert_NK)
         rows = _GatherRows.apply(x_BTD.flatten(0, 1), order, place_NK, self.kernels)  # type: ignore[no-untyped-call]
-        if self.c.weights_scale_inputs:
+        if self.c.moe_style.scales_inputs:
             rows = rows * weight_NK.flatten().index_select(0, order)[:, None].to(rows.dtype)
             weight_NK = torch.ones_like(weight_NK)
         if self.ep.size == 1:
@@ -96,7 +95,7 @@ class MoeMLP(Recomputable):
         slots = assign_slots(expert_NK.view(B, T, -1).int(), E, capacity, self.cp, self.cp_rank)
         ep, local = self.ep.size, E // self.ep.size
         x, weight_NK = slots.gather(x_BTD.flatten(0, 1)), weight_NK.to(x_BTD.dtype)
-        if self.c.weights_scale_inputs:
+        if self.c.moe_style.scales_inputs:
             x, weight_NK = x * slots.weights(weight_NK)[:, None], torch.ones_like(weight_NK)
         x = self.ep.exchange_slots(x.view(ep, -1, D))
         out = self.experts.in_slots(x.view(ep, local, -1, D).transpose(0, 1).reshape(local, -1, D))
