@@ -19,7 +19,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from tests.support import configs
-from trainyard.families.moe import MoeConfig, MoeStyle, moe_blueprint
+from tests.support.other_experts import GPT_OSS, LLAMA4, QWEN2_MOE
+from trainyard.families.moe import MoeConfig, moe_blueprint
 from trainyard.kernels.reference import Kernels
 from trainyard.models.llama import make_mlp
 from trainyard.models.module_factory import ModuleFactory
@@ -37,21 +38,7 @@ V2 = {**GROUPS, "group_score": "max", "normalize_top_k": False}
 GREEDY = {"routed_scale": 2.5, "shared_ffn": 2 * F, "normalize_top_k": False}
 
 
-def with_style(**style: Any) -> type[MoeConfig]:
-    class Styled(MoeConfig):
-        @property
-        def moe_style(self) -> MoeStyle:
-            return MoeStyle(**style)
-
-    return Styled
-
-
-GPT_OSS_EXPERTS = with_style(clamped_swiglu=(1.702, 0.7), logit_bias=True, expert_biases=True)
-LLAMA4_EXPERTS = with_style(scales_inputs=True)
-GATED_EXPERTS = with_style(shared_gate=True)
-
-
-CASES: dict[str, tuple[Any, Any, type[MoeConfig], dict[str, Any]]] = {
+CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "deepseek-v3": (DeepseekV3MoE, DeepseekV3Config(**DEEPSEEK, norm_topk_prob=True), MoeConfig, V3),
     "deepseek-v3-unnormalized": (
         DeepseekV3MoE, DeepseekV3Config(**DEEPSEEK, norm_topk_prob=False), MoeConfig, {**V3, "normalize_top_k": False},
@@ -63,14 +50,14 @@ CASES: dict[str, tuple[Any, Any, type[MoeConfig], dict[str, Any]]] = {
         Qwen2MoeConfig(
             **SIZES, num_experts=E, moe_intermediate_size=F, shared_expert_intermediate_size=20, norm_topk_prob=True
         ),
-        GATED_EXPERTS, {"shared_ffn": 20},
+        QWEN2_MOE.config_class, {"shared_ffn": 20},
     ),
     "gpt-oss": (
-        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), GPT_OSS_EXPERTS,
+        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), GPT_OSS.config_class,
         {},
     ),
     "llama4": (
-        Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), LLAMA4_EXPERTS,
+        Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), LLAMA4.config_class,
         {"router_scores": "sigmoid", "normalize_top_k": False, "shared_ffn": F},
     ),
 }  # fmt: skip
