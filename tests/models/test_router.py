@@ -19,7 +19,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from tests.support import configs
-from tests.support.other_experts import GPT_OSS, LLAMA4, QWEN2_MOE
+from tests.support.other_experts import GptOssExperts, Llama4Experts, Qwen2Experts
 from trainyard.families.moe import MoeConfig, moe_blueprint
 from trainyard.kernels.reference import Kernels
 from trainyard.models.llama import make_mlp
@@ -50,14 +50,14 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
         Qwen2MoeConfig(
             **SIZES, num_experts=E, moe_intermediate_size=F, shared_expert_intermediate_size=20, norm_topk_prob=True
         ),
-        QWEN2_MOE.config_class, {"shared_ffn": 20},
+        Qwen2Experts, {"shared_ffn": 20},
     ),
     "gpt-oss": (
-        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), GPT_OSS.config_class,
+        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), GptOssExperts,
         {},
     ),
     "llama4": (
-        Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), LLAMA4.config_class,
+        Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), Llama4Experts,
         {"router_scores": "sigmoid", "normalize_top_k": False, "shared_ffn": F},
     ),
 }  # fmt: skip

@@ -66,6 +66,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Family and changes to its sizes."""
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 56}
 MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -83,8 +84,7 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2_moe-every-other": (
         "qwen2_moe",
-        {**QWEN_MOE, "shared_expert_intermediate_size": 56, "num_key_value_heads": 2, "decoder_sparse_step": 2}
-        | {"num_hidden_layers": 4},
+        {**QWEN2_MOE, "num_key_value_heads": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     ),
     "olmoe": ("olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe-normalized": (

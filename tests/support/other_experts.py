@@ -1,24 +1,35 @@
-"""Families from outside the package with the experts of gpt-oss, of Llama 4 and of Qwen2-MoE, and Mixtral's attention."""
+"""Families from outside the package with Mixtral's attention and the experts of gpt-oss, Llama 4 and Qwen2-MoE."""
 
 from dataclasses import replace
-from typing import Any
 
-from trainyard.families import Family
 from trainyard.families.builtin.mixtral import FAMILY as MIXTRAL
 from trainyard.families.moe import MoeConfig, MoeStyle
 
 
-def with_style(name: str, **style: Any) -> Family:
-    class Styled(MoeConfig):
-        """A mixture of experts."""
+class GptOssExperts(MoeConfig):
+    """Experts with biases and clamped activations; logits with a bias."""
 
-        @property
-        def moe_style(self) -> MoeStyle:
-            return MoeStyle(**style)
-
-    return replace(MIXTRAL, name=name, config_class=Styled)
+    @property
+    def moe_style(self) -> MoeStyle:
+        return MoeStyle(clamped_swiglu=(1.702, 0.7), logit_bias=True, expert_biases=True)
 
 
-GPT_OSS = with_style("gpt_oss_experts", clamped_swiglu=(1.702, 0.7), logit_bias=True, expert_biases=True)
-LLAMA4 = with_style("llama4_experts", scales_inputs=True)
-QWEN2_MOE = with_style("qwen2_experts", shared_gate=True)
+class Llama4Experts(MoeConfig):
+    """Experts whose inputs are weighted."""
+
+    @property
+    def moe_style(self) -> MoeStyle:
+        return MoeStyle(scales_inputs=True)
+
+
+class Qwen2Experts(MoeConfig):
+    """A shared expert with a gate."""
+
+    @property
+    def moe_style(self) -> MoeStyle:
+        return MoeStyle(shared_gate=True)
+
+
+GPT_OSS = replace(MIXTRAL, name="gpt_oss_experts", config_class=GptOssExperts)
+LLAMA4 = replace(MIXTRAL, name="llama4_experts", config_class=Llama4Experts)
+QWEN2_MOE = replace(MIXTRAL, name="qwen2_experts", config_class=Qwen2Experts)
