@@ -191,6 +191,24 @@ def moe_hf_names(c: MoeConfig, shared: str = "shared_expert") -> dict[str, HfTen
     return {ours: HfTensor(f"{layer}{name.replace('shared.', f'{shared}.')}.weight") for ours, name in matrices.items()}
 
 
+def stacked_hf_names(
+    c: MoeConfig, experts: str = "model.layers.*.mlp.experts.", interleaved: bool = False
+) -> dict[str, HfTensor]:
+    """The names of experts whose transposed matrices are stacked (Llama 4). `interleaved`: gate and up alternate
+    (gpt-oss)."""
+    kinds = ("weight", "bias") if c.moe_style.expert_biases else ("weight",)
+    names = {}
+    for index in range(c.experts):
+        for part, matrix in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
+            for kind in kinds:
+                tensor = f"{experts}{matrix}_proj" + "_bias" * (kind == "bias")
+                alternates = interleaved and matrix == "gate_up"
+                names[f"{LAYER}experts.{index}.{part}.{kind}"] = HfTensor(
+                    tensor, kind == "weight", c.experts, alternates
+                )
+    return names
+
+
 def layers_text(layers: Iterable[int]) -> str | None:
     """What `parse_layers` reads as these layers; None if there are none."""
     ranges: list[list[int]] = []
