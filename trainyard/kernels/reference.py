@@ -168,11 +168,11 @@ class Kernels:
     ) -> Tensor:  # fmt: skip
         """The function `decode_attention` below, for slots of at most `visible` tokens, the new one included."""
         write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
-        (B, H, _, K), G = q_BHTK.shape, k_cache.shape[1]
-        k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))
+        k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
         past = visible_tokens(visible, lengths, window)[:, None, None]
         if scores.soft_cap is None and scores.sinks is None:
-            return F.scaled_dot_product_attention(q_BHTK, k, v, past, scale=scores.scale, enable_gqa=H != G)
+            grouped = q_BHTK.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q_BHTK, k, v, past, scale=scores.scale, enable_gqa=grouped)
         return cached_attention(q_BHTK, k, v, past, scores)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
@@ -256,9 +256,9 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """Attention of one new token (T = 1) of each slot over the tokens before it, [B, H, 1, V].
 
-    The caches are [slots, G, S, K or V], and row b of q, k and v belongs to slot b. `lengths` (int32, [slots]) counts the
-    tokens of a slot that are in the cache already; the new key and value are written behind them, in place. With cos
-    and sin [B, 1, 1, K], q and k are rotated first. A token sees the last `window` tokens, itself included.
+    The caches are [slots, G, S, K or V], and row b of q, k and v belongs to slot b. `lengths` (int32, [slots]) counts
+    the tokens of a slot that are in the cache already; the new key and value are written behind them, in place. With
+    cos and sin [B, 1, 1, K], q and k are rotated first. A token sees the last `window` tokens, itself included.
     """
     B, H, T, K = q_BHTK.shape
     assert T == 1
