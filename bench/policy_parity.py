@@ -177,7 +177,7 @@ def train_ours(work: Path, name: str, theirs: dict[str, Any]) -> tuple[float, li
         sampled = [False] * len(prompt) + [True] * len(answer)
         rollouts.append(Rollout(number // GROUP, prompt + answer, zeros + old, sampled))
     rewards = torch.tensor(REWARDS)
-    batch = RolloutBatch.join(rollouts, rewards.flatten().numpy())
+    batch = RolloutBatch.join(rollouts, rewards.flatten().numpy(), (0, 1))
     for row, values in zip(batch.reference_log_probs, references, strict=True):
         row[: len(values)] = values
     advantages: list[float] = []

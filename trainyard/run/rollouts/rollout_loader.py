@@ -2,16 +2,15 @@
 
 A batch of rollouts is a function of the weights, the seed and its first step: prompts are those of the loader's order,
 and the noise of each token is a function of the completion and its position. Data-parallel ranks write some of the
-completions each, and all of them know all. A run that resumes between two updates on the same rollouts reads these from
-its directory; all other rollouts are written again.
+completions each, and all of them know all. A checkpoint between two updates on the same rollouts has these; all others
+are written again.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import key64
 from trainyard.core.errors import UserError
@@ -38,9 +38,6 @@ from trainyard.run.setup import TrainSetup
 from trainyard.train.policy_loss import PolicyLoss
 
 T = TypeVar("T")
-ROLLOUTS_DIRECTORY = "rollouts"
-KEPT_FILES = 2
-"""The last ones, besides those that a checkpoint between two of their updates needs."""
 LOG_INTERVAL_S = 5.0
 logger = logging.getLogger(__name__)
 
@@ -48,10 +45,10 @@ logger = logging.getLogger(__name__)
 class RolloutLoader:
     """Takes the place of the loader of a run: `prefetch` writes the completions when their first step begins."""
 
-    def __init__(self, run: TrainSetup, directory: Path) -> None:
+    def __init__(self, run: TrainSetup) -> None:
         config = run.config
         assert isinstance(run.loss_fn, PolicyLoss)
-        self.run, self.loss, self.directory = run, run.loss_fn, directory
+        self.run, self.loss = run, run.loss_fn
         self.rollout, self.group = config.rollout, config.rollout.completions
         self.steps_per_batch = self.rollout.updates * self.rollout.epochs
         self.count = config.train.global_batch * self.rollout.updates
@@ -62,8 +59,10 @@ class RolloutLoader:
         prompts, _ = _locate(run.loader.dataset, 0)
         self.rewards = RewardFunctions(self.rollout.rewards, self.rollout.weights)
         self.sampler = RolloutSampler(run, prompts.end_ids, -(-self.count // run.layout.dp))
-        self.written: tuple[int, RolloutBatch] | None = None
-        """The last batch of rollouts, and its first step."""
+        self.written: RolloutBatch | None = None
+        """The last batch of rollouts."""
+        if run.resumed and run.completed_steps % self.steps_per_batch:
+            self.written = self._restore(run.resumed)
         self.frozen = FrozenWeights(run) if self.loss.kl else None
 
     def prefetch(
@@ -76,19 +75,18 @@ class RolloutLoader:
         for step in range(first_step, end_step):
             update = step % self.steps_per_batch
             if update == 0:
-                self.written = step, self._write(step)
-            elif self.written is None:
-                self.written = step - update, self._read(step - update)
+                self.written = self._write(step)
+            assert self.written is not None
             rows = update % self.rollout.updates * batch + sample_ids
-            yield prepare(self.written[1].batch(rows, sample_ids, seq_len))
+            yield prepare(self.written.batch(rows, sample_ids, seq_len))
 
     def sample_indices(self, step: int) -> NDArray[np.int64]:
         """The prompts of the samples of a step of the last batch of rollouts."""
         batch = self.run.config.train.global_batch
-        first, rollouts = self.written or (step, None)
-        if rollouts is None or not first <= step < first + self.steps_per_batch:
+        first, end = self.written.steps.tolist() if self.written else (0, 0)
+        if self.written is None or not first <= step < end:
             return np.zeros(0, np.int64)
-        return rollouts.prompts[(step - first) % self.rollout.updates * batch :][:batch]
+        return self.written.prompts[(step - first) % self.rollout.updates * batch :][:batch]
 
     def evaluate(self, run: TrainSetup) -> dict[str, float]:
         """Mean rewards of the most likely completion of each prompt that is held out, up to evaluate.batches x
@@ -132,7 +130,7 @@ class RolloutLoader:
         groups += equal[: needed - len(groups)]
         completions = [each for group in groups for each in group]
         totals = np.array([self.rewards.total(each.rewards) for each in completions], np.float32)
-        rollouts = RolloutBatch.join(completions, totals)
+        rollouts = RolloutBatch.join(completions, totals, (step, step + self.steps_per_batch))
         if self.frozen:
             with run.spans("rollout"):
                 self._add_reference(rollouts, self.frozen)
@@ -140,7 +138,6 @@ class RolloutLoader:
                 divergence = (rollouts.log_probs - rollouts.reference_log_probs) * rollouts.sampled
                 totals = totals - self.loss.kl * divergence.sum(1)
         rollouts.advantages = self.loss.advantages(torch.from_numpy(totals).view(-1, self.group)).flatten().numpy()
-        self._save(step, rollouts)
         self._notify(step, groups[0], rollouts)
         return rollouts
 
@@ -218,39 +215,30 @@ class RolloutLoader:
         width = rollouts.tokens.shape[1]
         rollouts.reference_log_probs[:, 1:] = log_probs[:, : width - 1] * rollouts.sampled[:, 1:]
 
-    def _file(self, directory: Path, step: int) -> Path:
-        return directory / ROLLOUTS_DIRECTORY / f"{step:08d}.npz"
+    def rank_tensors(self, completed_steps: int) -> Mapping[str, Tensor]:
+        """The rollouts that the next step trains on, too, in the file of the first rank."""
+        if self.run.mesh.layout_rank or completed_steps % self.steps_per_batch == 0:
+            return {}
+        assert self.written is not None
+        return self.written.tensors()
 
-    def _save(self, step: int, rollouts: RolloutBatch) -> None:
-        """Keep the rollouts for a run that resumes before their last update."""
-        if self.steps_per_batch == 1 or self.run.mesh.layout_rank:
-            return
-        file = self._file(self.directory, step)
-        rollouts.write(file)
-        every = self.run.config.checkpoint.every
-        files = sorted(file.parent.glob("*.npz"))
-        place = files.index(file) + 1
-        for later in files[place:]:  # of an attempt that got further than its last checkpoint
-            later.unlink()
-        for old in files[:place][:-KEPT_FILES]:
-            first = int(old.stem)
-            inside = range(first + 1, first + self.steps_per_batch)
-            if not any(every and completed % every == 0 for completed in inside):
-                old.unlink()
+    def _restore(self, checkpoint: Checkpoint) -> RolloutBatch:
+        """The rollouts of a checkpoint between two of their updates."""
+        run, step = self.run, self.run.completed_steps
 
-    def _read(self, step: int) -> RolloutBatch:
-        """The rollouts of the steps from `step` on, which an earlier process has written."""
-        run, directories = self.run, [self.directory]
-        if run.resumed:
-            directories.append(Path(str(run.resumed.storage)).parent.parent)
-        files = [self._file(directory, step) for directory in directories]
-        found: RolloutBatch | None = run.mesh.broadcast_object(
-            lambda: next((each for file in files if (each := RolloutBatch.read(file))), None), run.device
-        )
-        if found is None or len(found.tokens) != self.count:
+        def read() -> RolloutBatch | None:
+            with checkpoint:
+                tensors, _ = checkpoint.rank_extras(0) or ({}, {})
+                return RolloutBatch.from_tensors(tensors)
+
+        found = run.mesh.broadcast_object(read, run.device)
+        count, length = self.count, self.steps_per_batch
+        first, end = step - step % length, step - step % length + length
+        if found is None or (len(found.tokens), found.steps.tolist()) != (count, [first, end]):
             raise UserError(
-                f"{files[0]}: missing, and step {run.completed_steps} is inside a batch of rollouts; "
-                f"nearest: a checkpoint of a step that is a multiple of {self.steps_per_batch}"
+                f"{checkpoint.storage}: lacks the {count} rollouts of steps {first + 1} to {end}, of which step {step} "
+                f"is done; nearest: a checkpoint of a step that is a multiple of {length}, or rollout.updates and "
+                "rollout.epochs as they were"
             )
         return found
 
@@ -281,12 +269,12 @@ class RolloutLoader:
         self.run.notify("on_rollouts", records)
 
 
-def prepare_rollouts(run: TrainSetup, directory: Path) -> RolloutLoader | None:
+def prepare_rollouts(run: TrainSetup) -> RolloutLoader | None:
     """What makes the batches of a run on rollouts; None for other runs."""
     if not isinstance(run.loss_fn, PolicyLoss):
         return None
     run.runner.add_reference = None
-    loader = RolloutLoader(run, directory)
+    loader = RolloutLoader(run)
     if not run.evaluation_fn and run.validation_loaders:
         run.evaluation_fn = loader.evaluate
     return loader
