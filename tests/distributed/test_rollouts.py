@@ -14,6 +14,7 @@ from tests.distributed.test_layouts import SP
 from tests.support import configs
 from tests.support.pool import Pool, RankFailed
 from trainyard.checkpoint.checkpoint import Checkpoint
+from trainyard.cli.train_console import log_line
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_status import reward_of
 from trainyard.preflight.verify import compare_records, record_training
@@ -146,6 +147,8 @@ def test_the_sampler_and_the_trainer_agree(single: dict[str, tuple[Path, list[An
         assert steps[2]["log_probs/difference"] < 1e-6, kind  # those of the second batch, not of the one before
         assert steps[0]["rewards/total"] != steps[2]["rewards/total"]
         assert reward_of(steps[0]) == ("mean", steps[0]["rewards/total"])
+        shown = f" | log prob difference {steps[1]['log_probs/difference']:.1e} | "
+        assert shown in log_line(steps[1], STEPS)
 
 
 def test_batch_invariant_kernels_make_them_equal_bit_for_bit(pool: Pool, prompts: str, tmp_path: Path) -> None:
