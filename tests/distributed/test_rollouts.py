@@ -17,6 +17,7 @@ from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.cli.train_console import log_line
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_status import reward_of
+from trainyard.metrics.spans import read_spans, span_path
 from trainyard.preflight.verify import compare_records, record_training
 from trainyard.remote.storage import LocalStorage
 from trainyard.run.callbacks import Callback, TrainerView
@@ -233,6 +234,21 @@ def test_rollouts_are_written_for_people(single: dict[str, tuple[Path, list[Any]
     assert {record["prompt"] for record in records[:4]} == {records[0]["prompt"]}
     assert sum(record["advantage"] for record in records[:4]) == pytest.approx(0, abs=1e-4)
     assert records[0]["rewards"].keys() == {"spread", "odd"}
+
+
+def test_times_of_rollouts_and_rewards_are_recorded(single: dict[str, tuple[Path, list[Any]]]) -> None:
+    """Steps 1 and 3 write completions while they wait for data, and the evaluation after step 4."""
+    spans = read_spans(span_path(single["grpo-lora"][0], 0), 0)
+    assert spans
+    assert spans.named("rollout")["step"].tolist() == [1, 1, 3, 3, 4]  # each first, the completions, then the reference
+    assert spans.named("reward")["step"].tolist() == [1, 3, 4]
+    for name in ("rollout", "reward"):
+        for step, outer in ((1, "data wait"), (3, "data wait"), (4, "evaluate")):
+            (around,) = (each for each in spans.named(outer) if each["step"] == step)
+            for each in spans.named(name)[spans.named(name)["step"] == step]:
+                assert each["duration"] > 0
+                assert around["start"] <= each["start"]
+                assert each["start"] + each["duration"] <= around["start"] + around["duration"]
 
 
 def test_advantages_follow_the_rewards_of_their_own_prompt(single: dict[str, tuple[Path, list[Any]]]) -> None:
