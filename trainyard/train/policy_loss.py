@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.train.loss import HeadLoss, LossTerms
-from trainyard.train.objective import Objective
+from trainyard.train.objective import Objective, Preparation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,9 @@ class PolicyLoss(Objective):
         reward applies to it. Nothing is compared with it, and it is worth 0: it still counts in the mean of the loss,
         and its divergence from the reference trains."""
         raise NotImplementedError
+
+    def preparation(self) -> Preparation:
+        return Preparation(keeps_weights=bool(self.kl))
 
     def stand_in(self, batch: "Batch") -> "Batch":
         samples, tokens = batch["sample_ids"].float(), batch["tokens"]
