@@ -1,16 +1,12 @@
 """The batches of a run that trains on completions which it writes itself.
 
 A batch of rollouts is a function of the weights, the seed and its first step: prompts are those of the loader's order,
-and the noise of each token is a function of the completion and its position. Data-parallel ranks write some of the
-completions each, and all of them know all. A checkpoint between two updates on the same rollouts has these; all others
-are written again.
+and completions are a function of prompts and seeds (completion_writer.py). A checkpoint between two updates on the same
+rollouts has these; all others are written again.
 """
 
-import logging
 import math
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,24 +18,15 @@ from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import key64
 from trainyard.core.errors import UserError
-from trainyard.core.user_code import import_function
-from trainyard.data.loading.dataset import CombinedDataset, Dataset
 from trainyard.data.loading.loader import BatchLoader
-from trainyard.data.loading.prompt_samples import PromptSamples
-from trainyard.data.loading.text_stream import tokenizer_spec
-from trainyard.data.text.tokenizer import load_tokenizer
 from trainyard.models import ModelOutput
 from trainyard.run.frozen_weights import FrozenWeights
-from trainyard.run.rollouts.rewards import RewardFunctions
+from trainyard.run.rollouts.completion_writer import CompletionWriter
 from trainyard.run.rollouts.rollout import Rollout, RolloutBatch
-from trainyard.run.rollouts.sampler import RolloutSampler
-from trainyard.run.rollouts.turns import Turns
 from trainyard.run.setup import TrainSetup
 from trainyard.train.policy_loss import PolicyLoss
 
 T = TypeVar("T")
-LOG_INTERVAL_S = 5.0
-logger = logging.getLogger(__name__)
 
 
 class RolloutLoader:
@@ -54,11 +41,7 @@ class RolloutLoader:
         self.count = config.train.global_batch * self.rollout.updates
         """Completions of a batch of rollouts."""
         self.loader = BatchLoader(run.loader.dataset, self.count // self.group, config.train.seed, run.loader.shuffle)
-        self.tool = import_function(self.rollout.tool, "rollout.tool") if self.rollout.tool else None
-        self.tokenizer = load_tokenizer(tokenizer_spec(config.data, config.model.new_tokens))
-        prompts, _ = _locate(run.loader.dataset, 0)
-        self.rewards = RewardFunctions(self.rollout.rewards, self.rollout.weights)
-        self.sampler = RolloutSampler(run, prompts.end_ids, -(-self.count // run.layout.dp))
+        self.writer = CompletionWriter(run, self.count)
         self.written: RolloutBatch | None = None
         """The last batch of rollouts."""
         if run.resumed and run.completed_steps % self.steps_per_batch:
@@ -97,8 +80,8 @@ class RolloutLoader:
             count = len(loader.dataset)
             if limit := run.config.evaluate.batches:
                 count = min(count, limit * run.config.train.global_batch)
-            found = self._complete(loader.dataset, [*range(count)], [0] * count, greedy=True)
-            columns = {"rewards/total": [self.rewards.total(each.rewards) for each in found]}
+            found = self.writer.complete(loader.dataset, [*range(count)], [0] * count, greedy=True)
+            columns = {"rewards/total": [self.writer.rewards.total(each.rewards) for each in found]}
             for place, reward in enumerate(self.loss.stat_names[1:-1]):
                 columns[reward] = [each.rewards[place] for each in found]
             columns["completions/finished"] = [float(each.finished) for each in found]
@@ -120,16 +103,16 @@ class RolloutLoader:
             prompts = self.loader.sample_indices(first)[: needed - len(groups)].tolist()
             rows = [index for index in prompts for _ in range(self.group)]
             seeds = [key64(seed, "rollout", first, row) for row in range(len(rows))]
-            found = self._complete(run.loader.dataset, rows, seeds)
+            found = self.writer.complete(run.loader.dataset, rows, seeds)
             for start in range(0, len(found), self.group):
                 group = found[start : start + self.group]
-                differ = len({self.rewards.total(each.rewards) for each in group}) > 1
+                differ = len({self.writer.rewards.total(each.rewards) for each in group}) > 1
                 (groups if differ or self.rollout.rounds == 1 else equal).append(group)
             if len(groups) == needed:
                 break
         groups += equal[: needed - len(groups)]
         completions = [each for group in groups for each in group]
-        totals = np.array([self.rewards.total(each.rewards) for each in completions], np.float32)
+        totals = np.array([self.writer.rewards.total(each.rewards) for each in completions], np.float32)
         rollouts = RolloutBatch.join(completions, totals, (step, step + self.steps_per_batch))
         if self.frozen:
             with run.spans("rollout"):
@@ -140,58 +123,6 @@ class RolloutLoader:
         rollouts.advantages = self.loss.advantages(torch.from_numpy(totals).view(-1, self.group)).flatten().numpy()
         self._notify(step, groups[0], rollouts)
         return rollouts
-
-    def _complete(
-        self, dataset: Dataset, indices: Sequence[int], seeds: Sequence[int], greedy: bool = False
-    ) -> list[Rollout]:
-        """A completion of each of these prompts, with its rewards. Each data-parallel rank writes some of them."""
-        run, dp = self.run, self.run.layout.dp
-        rank, count = run.mesh.coords["dp"], len(indices)
-        own = range(rank * count // dp, (rank + 1) * count // dp)
-        turns = self._turns(dataset)
-        places = [_locate(dataset, indices[row])[1] for row in own]
-        asked = [(place, turns.prompts.tokens[place]) for place in places]
-        after_turn = partial(self._after_turn, turns) if self.tool else None
-        with run.spans("rollout"):
-            log = _log_progress(len(own))
-            found = self.sampler.complete(asked, [seeds[row] for row in own], after_turn, greedy, log)
-        if run.mesh.tp.rank == 0:  # a judge is slow, costs money, or is not deterministic
-            with run.spans("reward"):
-                self._judge(turns, found)
-        every_rank = run.mesh.all_gather_object(found if run.mesh.tp.rank == 0 else [])
-        return [each for part in every_rank for each in part]
-
-    def _after_turn(self, turns: Turns, completion: Rollout, turn: list[int]) -> list[int] | None:
-        """What the tool says on the first tensor-parallel rank. Another call might answer something else."""
-        tp, longest = self.run.mesh.tp, self.run.config.data.seq_len
-        answer = turns.after_turn(completion, turn) if tp.rank == 0 else None
-        if tp.size == 1:
-            return answer
-        message = torch.zeros(1 + longest, dtype=torch.int32)  # 1 more than the number of tokens, and these
-        if answer is not None:
-            known = answer[:longest]
-            message[: 1 + len(known)] = torch.tensor([1 + len(known), *known], dtype=torch.int32)
-        count, *tokens = tp.all_reduce_sum(message.to(self.run.device.torch_device)).tolist()
-        if count and tp.rank:
-            completion.answers.append("")
-        return tokens[: count - 1] if count else None
-
-    def _turns(self, dataset: Dataset) -> Turns:
-        return Turns(_locate(dataset, 0)[0], self.tokenizer, self.tool)
-
-    def _judge(self, turns: Turns, completions: Sequence[Rollout]) -> None:
-        """Ask for the rewards of these completions."""
-        if not completions:
-            return
-        prompts = turns.prompts
-        rewards = self.rewards(
-            [prompts.prompts[each.prompt] for each in completions],
-            [turns.completion(each) for each in completions],
-            [each.tokens[len(prompts.tokens[each.prompt]) :] for each in completions],
-            [prompts.records[each.prompt] for each in completions],
-        )
-        for each, values in zip(completions, rewards, strict=True):
-            each.rewards = values
 
     @torch.no_grad()
     def _add_reference(self, rollouts: RolloutBatch, frozen: FrozenWeights) -> None:
@@ -244,7 +175,7 @@ class RolloutLoader:
 
     def _notify(self, step: int, group: Sequence[Rollout], rollouts: RolloutBatch) -> None:
         """Tell callbacks about the completions of the first prompt, if one of the steps is logged."""
-        every, turns = self.run.config.log.every, self._turns(self.run.loader.dataset)
+        every, turns = self.run.config.log.every, self.writer.turns(self.run.loader.dataset)
         steps = range(step + 1, step + 1 + self.steps_per_batch)
         if step and not any(each % every == 0 for each in steps):
             return
@@ -278,27 +209,3 @@ def prepare_rollouts(run: TrainSetup) -> RolloutLoader | None:
     if not run.evaluation_fn and run.validation_loaders:
         run.evaluation_fn = loader.evaluate
     return loader
-
-
-def _log_progress(total: int) -> Callable[[], None]:
-    """A function to call after each of `total` completions, which logs now and then how many there are."""
-    logged, done = time.monotonic(), 0
-
-    def ended() -> None:
-        nonlocal logged, done
-        done += 1
-        if time.monotonic() - logged > LOG_INTERVAL_S:
-            logged = time.monotonic()
-            logger.info("rollouts: %s of %s completions", done, total)
-
-    return ended
-
-
-def _locate(dataset: Dataset, index: int) -> tuple[PromptSamples, int]:
-    """The prompts that an index of a dataset, which may be a part or a blend of others, belongs to."""
-    while isinstance(dataset, CombinedDataset):
-        numbers, indices = dataset.find(np.array([index], np.int64))
-        dataset, index = dataset.datasets[int(numbers[0])], int(indices[0])
-    if not isinstance(dataset, PromptSamples):
-        raise UserError("data.source: its samples have no prompts; nearest: prompts")
-    return dataset, index
