@@ -45,13 +45,13 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 5085,
+    "cli": 5090,
     "cluster": 2200,
     "compat": 480,
     "config": 1685,
     "core": 945,
     "dashboard": 1350,
-    "data": 4295,
+    "data": 4320,
     "devices": 1600,
     "evaluate": 650,
     "families": 1445,
@@ -63,15 +63,15 @@ BUDGETS = {
     "metrics": 1625,
     "models": 1305,
     "parallel": 1570,
-    "preflight": 4230,
+    "preflight": 4275,
     "prepare": 2200,
     "remote": 2900,
     "run": 3415,
-    "train": 3205,
+    "train": 3240,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 20_400
+SPINE_BUDGET = 20_460
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -96,7 +96,7 @@ def open_prompts(
             first = next(each for each in found if len(each.tokens) > room)
             longest = max(len(each.tokens) for each in found)
             raise UserError(
-                f"{first.source}: {len(first.tokens)} tokens, and data.seq_len={data.seq_len} less "
+                f"{first.source}: {counted(len(first.tokens), 'token')}, and data.seq_len={data.seq_len} less "
                 f"rollout.max_new_tokens leaves {room}; {counted(dropped, 'prompt')} of {len(found)} "
                 f"{'is' if dropped == 1 else 'are'} longer; "
                 f"nearest: data.seq_len={data.seq_len - room + longest}, or data.chat.too_long=drop"

@@ -1,7 +1,7 @@
 """The batches of a run that trains on completions which it writes itself.
 
 A batch of rollouts is a function of the weights, the seed and its first step: prompts are those of the loader's order,
-and completions are a function of prompts and seeds (completion_writer.py). A checkpoint between two updates on the same
+and completions are a function of prompts and seeds (prompt_completer.py). A checkpoint between two updates on the same
 rollouts has these; all others are written again.
 """
 
@@ -21,7 +21,7 @@ from trainyard.core.errors import UserError
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.models import ModelOutput
 from trainyard.run.frozen_weights import FrozenWeights
-from trainyard.run.rollouts.completion_writer import CompletionWriter
+from trainyard.run.rollouts.prompt_completer import PromptCompleter
 from trainyard.run.rollouts.rollout import Rollout, RolloutBatch
 from trainyard.run.setup import TrainSetup
 from trainyard.train.policy_loss import PolicyLoss
@@ -41,7 +41,7 @@ class RolloutLoader:
         self.count = config.train.global_batch * self.rollout.updates
         """Completions of a batch of rollouts."""
         self.loader = BatchLoader(run.loader.dataset, self.count // self.group, config.train.seed, run.loader.shuffle)
-        self.writer = CompletionWriter(run, self.count)
+        self.completer = PromptCompleter(run, self.count)
         self.written: RolloutBatch | None = None
         """The last batch of rollouts."""
         if run.resumed and run.completed_steps % self.steps_per_batch:
@@ -80,8 +80,8 @@ class RolloutLoader:
             count = len(loader.dataset)
             if limit := run.config.evaluate.batches:
                 count = min(count, limit * run.config.train.global_batch)
-            found = self.writer.complete(loader.dataset, [*range(count)], [0] * count, greedy=True)
-            columns = {"rewards/total": [self.writer.rewards.total(each.rewards) for each in found]}
+            found = self.completer.complete(loader.dataset, [*range(count)], [0] * count, greedy=True)
+            columns = {"rewards/total": [self.completer.rewards.total(each.rewards) for each in found]}
             for place, reward in enumerate(self.loss.stat_names[1:-1]):
                 columns[reward] = [each.rewards[place] for each in found]
             columns["completions/finished"] = [float(each.finished) for each in found]
@@ -103,16 +103,16 @@ class RolloutLoader:
             prompts = self.loader.sample_indices(first)[: needed - len(groups)].tolist()
             rows = [index for index in prompts for _ in range(self.group)]
             seeds = [key64(seed, "rollout", first, row) for row in range(len(rows))]
-            found = self.writer.complete(run.loader.dataset, rows, seeds)
+            found = self.completer.complete(run.loader.dataset, rows, seeds)
             for start in range(0, len(found), self.group):
                 group = found[start : start + self.group]
-                differ = len({self.writer.rewards.total(each.rewards) for each in group}) > 1
+                differ = len({self.completer.rewards.total(each.rewards) for each in group}) > 1
                 (groups if differ or self.rollout.rounds == 1 else equal).append(group)
             if len(groups) == needed:
                 break
         groups += equal[: needed - len(groups)]
         completions = [each for group in groups for each in group]
-        totals = np.array([self.writer.rewards.total(each.rewards) for each in completions], np.float32)
+        totals = np.array([self.completer.rewards.total(each.rewards) for each in completions], np.float32)
         rollouts = RolloutBatch.join(completions, totals, (step, step + self.steps_per_batch))
         if self.frozen:
             with run.spans("rollout"):
@@ -175,7 +175,7 @@ class RolloutLoader:
 
     def _notify(self, step: int, group: Sequence[Rollout], rollouts: RolloutBatch) -> None:
         """Tell callbacks about the completions of the first prompt, if one of the steps is logged."""
-        every, turns = self.run.config.log.every, self.writer.turns(self.run.loader.dataset)
+        every, turns = self.run.config.log.every, self.completer.turns(self.run.loader.dataset)
         steps = range(step + 1, step + 1 + self.steps_per_batch)
         if step and not any(each % every == 0 for each in steps):
             return

@@ -28,7 +28,7 @@ LOG_INTERVAL_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class CompletionWriter:
+class PromptCompleter:
     """The model of a run with its tool and its rewards."""
 
     def __init__(self, run: TrainSetup, count: int) -> None:
