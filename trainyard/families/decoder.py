@@ -72,6 +72,11 @@ class DecoderConfig(ModelConfig):
     fuse_gate_up: bool = True
     """Store gate and up projections as one matrix."""
 
+    @property
+    def rotary_size(self) -> int:
+        """Number of columns of a head that RoPE rotates."""
+        return self.head_size
+
     @model_validator(mode="after")
     def _check_head_sizes(self) -> Self:
         if self.heads % self.num_kv_heads:

@@ -82,6 +82,14 @@ class ModelConfig(Section):
         """Number of tokens, its own included, that a token of this layer attends to at most; None: all that it may."""
         return None
 
+    def attention_widths(self, layer: int) -> tuple[int, int]:
+        """Widths of a key and of a value of each head in this layer, for FLOP counts; zeros without attention."""
+        return self.head_size, self.head_size
+
+    def cache_width(self, layer: int, tp: int) -> int:
+        """Numbers that generation keeps of a token in this layer, on each of `tp` ranks."""
+        return max(self.num_kv_heads // tp, 1) * sum(self.attention_widths(layer))
+
     def layer_kind(self, layer: int) -> Hashable:
         """What tells a layer from others. Layers of one kind have the same rows in the blueprint and compute the same,
         so that one of them stands for all where a plan traces."""

@@ -3,6 +3,9 @@
 B batch, T tokens, D hidden, H heads, G kv heads, K head size, F ffn.
 """
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -65,10 +68,12 @@ class LlamaMLP(Recomputable):
 
 
 class LlamaBlock(nn.Module):
+    attention_class: ClassVar[Callable[..., nn.Module]] = LlamaAttention
+
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.attention_norm = make.rms_norm(f"{name}.attention_norm", c.norm_eps)
-        self.attention = LlamaAttention(c, make, f"{name}.attention")
+        self.attention = self.attention_class(c, make, f"{name}.attention")
         self.mlp_norm = make.rms_norm(f"{name}.mlp_norm", c.norm_eps)
         self.mlp: nn.Module
         if isinstance(c, MoeConfig) and f"{name}.mlp.router.weight" in make.blueprint:
@@ -84,12 +89,13 @@ class LlamaBlock(nn.Module):
 
 class Llama(TransformerStage):
     frequency: Tensor
+    block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
 
     def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
         self.kernels = make.kernels
         self.embedding = make.vocab_embedding("embedding")
-        self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
+        self.layers = make.blocks(lambda name: self.block_class(c, make, name))
         self.norm = make.rms_norm("norm", c.norm_eps)
         self.output = make.head(self, c.tie_embeddings)
         self.register_buffer("frequency", torch.cat([rope_frequencies(c)] * 2), persistent=False)

@@ -17,6 +17,7 @@ from trainyard.models.layers import (
     CoreAttention,
     Dropout,
     Embedding,
+    LatentAttention,
     LayerNorm,
     Linear,
     OutputProjection,
@@ -119,3 +120,7 @@ class ModuleFactory:
         self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
     ) -> CoreAttention:
         return CoreAttention(heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
+
+    def latent_attention(self, heads: int, latent_size: int, value_size: int, site: str) -> LatentAttention:
+        """Attention of queries over latents, from which the module makes keys and values."""
+        return LatentAttention(self.core_attention(heads, heads, True, 0.0, site), latent_size, value_size)

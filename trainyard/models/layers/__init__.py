@@ -4,6 +4,7 @@ from trainyard.models.layers.activation import BiasGelu, SwiGLU
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
 from trainyard.models.layers.dropout import Dropout, add_uniform_noise, dropout_site, token_seeds
 from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding, rope_frequencies
+from trainyard.models.layers.latent_attention import LatentAttention
 from trainyard.models.layers.norm import LayerNorm, RMSNorm
 from trainyard.parallel.tensor_parallel import Linear
 
@@ -12,6 +13,7 @@ __all__ = [
     "CoreAttention",
     "Dropout",
     "Embedding",
+    "LatentAttention",
     "LayerNorm",
     "Linear",
     "OutputProjection",

@@ -51,7 +51,7 @@ class VocabEmbedding(OutputProjection):
 
 def rope_frequencies(c: DecoderConfig) -> Tensor:
     """Radians per position of each pair of dims, [K / 2], with the configured context extension."""
-    frequency = 1.0 / c.rope_theta ** (torch.arange(0, c.head_size, 2, dtype=torch.float32) / c.head_size)
+    frequency = 1.0 / c.rope_theta ** (torch.arange(0, c.rotary_size, 2, dtype=torch.float32) / c.rotary_size)
     scaling = c.rope_scaling
     if isinstance(scaling, LinearRopeScaling):
         return frequency / scaling.factor
