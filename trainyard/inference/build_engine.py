@@ -15,12 +15,13 @@ from trainyard.devices import Device
 from trainyard.families.blueprint import ParamSpec
 from trainyard.inference.adapters import AdaptedLinear, AdapterStack
 from trainyard.inference.cached_attention import CachedAttention, CacheSize, CacheState
+from trainyard.inference.cached_latent_attention import CachedLatentAttention
 from trainyard.inference.engine import Engine
 from trainyard.kernels.fp8_linear import Fp8Matrix
 from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.kernels.nf4 import Nf4Matrix
 from trainyard.models import ModelConfig, assign_parameters, blueprint_of, build_model, store_weights
-from trainyard.models.layers import CoreAttention
+from trainyard.models.layers import CoreAttention, LatentAttention
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.process_group import Group
@@ -57,6 +58,12 @@ class InferenceFactory(ModuleFactory):
     ) -> CoreAttention:
         arguments = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
         return CachedAttention(self.size, self.state, *arguments) if causal else CoreAttention(*arguments)
+
+    def latent_attention(
+        self, heads: int, latent_size: int, key_size: int, value_size: int, site: str
+    ) -> LatentAttention:
+        core = super().core_attention(heads, heads, True, 0.0, site)
+        return CachedLatentAttention(self.size, self.state, core, latent_size, key_size, value_size)
 
 
 def build_engine(
@@ -120,9 +127,9 @@ def _is_linear_weight(spec: ParamSpec) -> bool:
 
 
 def cache_bytes(config: ModelConfig, tp: int, slots: int, max_seq_len: int, itemsize: int) -> int:
-    """Bytes of the keys and values that an engine keeps on each rank."""
-    tokens, heads = slots * (max_seq_len + 1), max(config.num_kv_heads // tp, 1)
-    return 2 * config.layers * tokens * heads * config.head_size * itemsize
+    """Bytes of what an engine keeps of tokens on each rank: keys and values, or latents."""
+    widths = sum(config.cache_width(layer, tp) for layer in range(config.layers))
+    return slots * (max_seq_len + 1) * widths * itemsize
 
 
 def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:

@@ -39,7 +39,19 @@ class CacheSize:
     device: torch.device
 
 
-class CachedAttention(CoreAttention):
+class LayerCache:
+    """What the engine knows about a layer that keeps something of the tokens of every slot."""
+
+    reads_lengths: bool
+    """True if a decode step reads only what each slot has, without a bound on the visible positions."""
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        """Tensors [slots, groups, max_seq_len, ...]."""
+        raise NotImplementedError
+
+
+class CachedAttention(CoreAttention, LayerCache):
     """Stores the keys and values of new tokens, and attends to all tokens of their sequences."""
 
     k_cache: Tensor
@@ -50,10 +62,15 @@ class CachedAttention(CoreAttention):
         super().__init__(heads, kv_heads, *arguments)
         tp = arguments[3]
         first, end = head_range(kv_heads, tp.size, tp.rank)
+        self.reads_lengths = self.kernels.has_decode_attention
         self.state, groups = state, heads // tp.size if self.uneven_kv else end - first
         for name in ("k_cache", "v_cache"):
             shape = (size.slots, groups, size.max_seq_len, size.head_size)
             self.register_buffer(name, torch.zeros(shape, dtype=size.dtype, device=size.device), persistent=False)
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        return self.k_cache, self.v_cache
 
     def forward(
         self,
@@ -66,8 +83,7 @@ class CachedAttention(CoreAttention):
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
-            caches = self.k_cache, self.v_cache
-            return self.kernels.decode_attention(q_BHTK, k_BGTK, v_BGTK, *caches, lengths, visible, self.window)
+            return self.kernels.decode_attention(q_BHTK, k_BGTK, v_BGTK, *self.caches, lengths, visible, self.window)
         return self._prefill(q_BHTK, k_BGTK, v_BGTK)
 
     def _prefill(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainyard import compat
 from trainyard.devices import Device
-from trainyard.inference.cached_attention import CachedAttention, CacheState
+from trainyard.inference.cached_attention import CacheState, LayerCache
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import Sampler, StepNeeds, token_logprobs
 from trainyard.models import Batch, TransformerStage
@@ -112,8 +112,9 @@ class Engine:
         """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
         graph for each shape."""
         self.model, self.state, self.device = model, state, device
-        caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
-        self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
+        self.layer_caches = [module for module in model.modules() if isinstance(module, LayerCache)]
+        cache = self.layer_caches[0].caches[0]
+        self.num_slots, self.max_seq_len = cache.shape[0], cache.shape[2] - 1
         handle = device.torch_device
         self.lengths = state.lengths
         self.tokens = torch.zeros_like(self.lengths)
@@ -126,7 +127,7 @@ class Engine:
         """Slots that are free, of which the device has not been told."""
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
-        self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
+        self.kernels = model.kernels
         self.compute_logits: Callable[[Tensor, Tensor, int], Tensor] = self._decode_logits
         if compiled:
             compat.allow_recompiles(MAX_GRAPHS)
@@ -155,8 +156,7 @@ class Engine:
     def _caches(self) -> list[tuple[Tensor, Tensor]]:
         """The caches of all layers, each with a copy of the first position of free slots: a decode step leaves its
         token there."""
-        modules = [module for module in self.model.modules() if isinstance(module, CachedAttention)]
-        caches = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
+        caches = [cache for layer in self.layer_caches for cache in layer.caches]
         return [(cache, torch.zeros_like(cache[:, :, 0])) for cache in caches]
 
     @torch.inference_mode()
@@ -237,7 +237,7 @@ class Engine:
         self._publish()
         rows = min(_next_power_of_two(rows), self.num_slots)
         visible = self.max_seq_len + 1
-        if not self.kernels.has_decode_attention:
+        if not all(layer.reads_lengths for layer in self.layer_caches):
             visible = min(_round_up(longest + 1), visible)
         # A kernel that reads the lengths itself needs no bound on them, so its steps differ in the rows only.
         variant = DecodeVariant(rows, visible, needs)

@@ -141,6 +141,20 @@ class Kernels:
         past = visible_tokens(visible, lengths, window)[:, None, None]
         return F.scaled_dot_product_attention(q_BHTK, k, v, past, enable_gqa=q_BHTK.shape[1] != k.shape[1])
 
+    def decode_latent_attention(
+        self, q_BHC: Tensor, c_BTC: Tensor, latents: Tensor, lengths: Tensor, visible: int, latent_size: int,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Attention of one new token of each slot over latents [slots, 1, S, C], of which the first `latent_size`
+        columns are also the values. The new latent is written behind the slot's others; [B, H, latent_size]."""
+        slot = torch.arange(len(q_BHC), device=lengths.device)
+        latents[slot, 0, lengths] = c_BTC[:, 0]
+        c_BSC = latents[: len(q_BHC), 0, :visible]
+        hidden = ~visible_tokens(visible, lengths, None)
+        score_BHS = (q_BHC @ c_BSC.transpose(1, 2)).float() * scale
+        weight_BHS = score_BHS.masked_fill(hidden[:, None], -torch.inf).softmax(-1).to(c_BSC.dtype)
+        return weight_BHS @ c_BSC[..., :latent_size]
+
     def log_softmax(self, logits: Tensor) -> Tensor:
         """The log-probabilities of rows of fp32 logits [M, V]."""
         return logits.log_softmax(-1)

@@ -70,7 +70,7 @@ class TransformerStage(nn.Module):
 
     def __init__(self, make: ModuleFactory, vocab_size: int) -> None:
         super().__init__()
-        self.vocab_size, self.tp, self.cp = vocab_size, make.tp, make.cp
+        self.vocab_size, self.tp, self.cp, self.kernels = vocab_size, make.tp, make.cp, make.kernels
         self.is_first = self.is_last = True
         self.max_seq_len = 0
         """Longest sequence of a packed batch; whoever packs batches sets it before the first one."""

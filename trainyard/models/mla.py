@@ -29,7 +29,7 @@ class MlaAttention(Recomputable):
         self.q_a_norm = make.optional_rms_norm(f"{name}.q_a_norm", LATENT_NORM_EPS)
         self.kv_a_norm = make.rms_norm(f"{name}.kv_a_norm", LATENT_NORM_EPS)
         self.kv_b, self.output = make.linear(f"{name}.kv_b"), make.linear(f"{name}.output")
-        self.latent_attention = make.latent_attention(c.heads, c.kv_lora_rank, c.v_head_dim, name)
+        self.latent_attention = make.latent_attention(c.heads, c.kv_lora_rank, c.qk_rope_head_dim, c.v_head_dim, name)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         c, rope = self.c, self.c.qk_rope_head_dim

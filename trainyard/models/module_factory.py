@@ -121,6 +121,9 @@ class ModuleFactory:
     ) -> CoreAttention:
         return CoreAttention(heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
 
-    def latent_attention(self, heads: int, latent_size: int, value_size: int, site: str) -> LatentAttention:
+    def latent_attention(
+        self, heads: int, latent_size: int, key_size: int, value_size: int, site: str
+    ) -> LatentAttention:
         """Attention of queries over latents, from which the module makes keys and values."""
-        return LatentAttention(self.core_attention(heads, heads, True, 0.0, site), latent_size, value_size)
+        core = self.core_attention(heads, heads, True, 0.0, site)
+        return LatentAttention(core, latent_size, key_size, value_size)
