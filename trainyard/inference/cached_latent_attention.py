@@ -2,8 +2,8 @@
 the key that all heads share have, whatever the number of heads.
 
 While decoding, keys and values are never made. The matrix that would make the keys multiplies the queries instead, and
-the one of the values multiplies the weighted sum of latents, so that a step reads the latents only. A prefill, which has
-many queries for each key, makes them.
+the one of the values multiplies the weighted sum of latents, so that a step reads the latents only. A prefill has many
+queries for each key, and makes them.
 """
 
 from typing import Any

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainyard.families.mla import LATENT_NORM_EPS, MlaConfig, latent_sizes
 from trainyard.kernels.reference import apply_rope
-from trainyard.models.llama import Llama, LlamaBlock
+from trainyard.models.llama import Llama, LlamaBlock, reduce_output
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
 
@@ -41,8 +41,7 @@ class MlaAttention(Recomputable):
         q_BHTK = _rotate_end(q.unflatten(-1, (-1, c.head_size)).transpose(1, 2), rope, cos_TK, sin_TK)
         c_BTC = _rotate_end(c_BTC[:, None], rope, cos_TK, sin_TK)[:, 0]
         y_BHTV = self.latent_attention(q_BHTK, c_BTC, self.kv_b, documents_BT)
-        y_BTD = self.tp.reduce_output(self.output.matmul(y_BHTV.transpose(1, 2).flatten(2)))
-        return y_BTD if self.output.bias is None else y_BTD + self.output.bias
+        return reduce_output(self.tp, self.output, y_BHTV.transpose(1, 2).flatten(2))
 
 
 class MlaBlock(LlamaBlock):
