@@ -32,7 +32,8 @@ def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_pre
         vocab, hidden, head_tokens = blueprint.tied_head
         matmuls += 2 * vocab * hidden * tokens[head_tokens] * blueprint.tied_head_passes
     family = family_of(c)
-    layers = Counter((pair_flops(c, layer), family.visible_keys(c, layer, seq_len)) for layer in range(c.layers))
+    last = [c.layers - 1] * len(c.mtp_blocks)  # which are like the last layer
+    layers = Counter((pair_flops(c, i), family.visible_keys(c, i, seq_len)) for i in (*range(c.layers), *last))
     """Number of layers by the work of a pair, and by how many keys a query sees."""
     full = sum(count * flops * seq_len**2 for (flops, _), count in layers.items())
     causal = sum(count * flops * seq_len * visible for (flops, visible), count in layers.items())

@@ -82,6 +82,7 @@ def build_engine(
     """The engine of one tensor-parallel rank. `existing` has parameters by name that another model shares with it, and
     `stored` those that it keeps in 4 or 8 bits; `make_parameter` makes the others. `adapters` are those that sequences
     may use. `batch_invariant` gives a sequence the same bits whatever else is in the batch."""
+    config = config.without_mtp
     if batch_invariant:
         check_invariance(config, tp.size, compiled, shape.fp8_weights)
     check_memory(config, device, tp.size, shape, shares_parameters=bool(existing))

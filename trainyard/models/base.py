@@ -85,6 +85,11 @@ class TransformerStage(nn.Module):
         self.register_buffer("tp_rank", torch.tensor(self.tp.rank, dtype=torch.int32), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """What is recomputed, compiled and sharded as a unit: the layers, and other blocks that a family has."""
+        return list(self.layers.children())
+
     def block_inputs(self, batch: Batch) -> tuple[Any, ...]:
         """The arguments that every block takes besides the activations."""
         raise NotImplementedError

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from trainyard.families.mla import LATENT_NORM_EPS, MlaConfig, latent_sizes
 from trainyard.kernels.reference import apply_rope
-from trainyard.models.llama import Llama, LlamaBlock, reduce_output
+from trainyard.models.llama import LlamaBlock, reduce_output
 from trainyard.models.module_factory import ModuleFactory
+from trainyard.models.mtp import MtpDecoder
 from trainyard.parallel.recompute import Recomputable
 
 
@@ -26,7 +27,7 @@ class MlaAttention(Recomputable):
             self, name, ["qkv_a"] if c.fuse_qkv and c.q_lora_rank else [*latent_sizes(c)]
         )
         (self.queries,) = make.linears(self, name, ["q_b" if c.q_lora_rank else "q"])
-        self.q_a_norm = make.optional_rms_norm(f"{name}.q_a_norm", LATENT_NORM_EPS)
+        self.q_a_norm = make.rms_norm(f"{name}.q_a_norm", LATENT_NORM_EPS) if c.q_lora_rank else None
         self.kv_a_norm = make.rms_norm(f"{name}.kv_a_norm", LATENT_NORM_EPS)
         self.kv_b, self.output = make.linear(f"{name}.kv_b"), make.linear(f"{name}.output")
         self.latent_attention = make.latent_attention(c.heads, c.kv_lora_rank, c.qk_rope_head_dim, c.v_head_dim, name)
@@ -48,7 +49,7 @@ class MlaBlock(LlamaBlock):
     attention_class = MlaAttention
 
 
-class MlaDecoder(Llama):
+class MlaDecoder(MtpDecoder):
     block_class = MlaBlock
 
 
