@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3): blocks after the last layer that predict tokens further ahead, in training only.
+"""Multi-token prediction (DeepSeek-V3): blocks after the last layer that predict further tokens, in training only.
 
 Block k combines the hidden state of a token with the embedding of the token k places later, and predicts the one after
 that. Embedding and output head are those of the model.
