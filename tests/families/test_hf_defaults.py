@@ -26,7 +26,8 @@ DECODER |= {"head_dim": 6, "bos_token_id": 5, "eos_token_id": [6, 7], "pad_token
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
 QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob": True}
 FILES: dict[str, dict[str, Any]] = {
-    "llama": DECODER,
+    "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "olmo2": {**DECODER, "attention_bias": True},
     "mistral": {**DECODER, "sliding_window": 7},
     "mixtral": {**DECODER, **EXPERTS, "sliding_window": 7, "num_local_experts": 9},
     "qwen2": DECODER,
@@ -55,7 +56,7 @@ def values_of_transformers(family: Family, data: dict[str, Any]) -> dict[str, An
         values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
     if "activation" in family.config_class.model_fields:
         name = getattr(config, "activation_function", None) or config.hidden_act
-        values["activation"] = {"gelu": "gelu", "gelu_new": "gelu_tanh"}[name]
+        values["activation"] = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}[name]
     ids = values["eos_token_id"]
     return values | {"eos_token_id": (ids,) if isinstance(ids, int) else ids and tuple(ids)}
 

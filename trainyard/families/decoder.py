@@ -1,8 +1,10 @@
 """What Llama and the families that share its block have in common: keys, parameter table, Hugging Face names."""
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -257,16 +259,35 @@ def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None
     return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})
 
 
-def decoder_hf_format(model_type: str, architecture: str, keys: HfKeys, **options: Any) -> HfFormat:
-    """The format of a decoder; `options` are fields of HfFormat that differ."""
-    defaults: dict[str, Any] = {
+@dataclass(frozen=True)
+class HfKeyGroup:
+    """Keys of config.json that need more than renaming, for families that share them."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """As HfFormat.read."""
+    write: Callable[[Any], dict[str, Any]]
+
+
+def decoder_hf_format(
+    model_type: str, architecture: str, keys: HfKeys, groups: Sequence[HfKeyGroup] = (), **options: Any
+) -> HfFormat:
+    """The format of a decoder; `groups` are its keys besides those of RoPE that need more than renaming, and `options`
+    fields of HfFormat that differ."""
+    fields: dict[str, Any] = {
         "names": decoder_hf_names,
         "fixed": {"hidden_act": "silu", "attention_dropout": 0.0},
         "ignored": ROPE_HF_KEYS,
         "read": read_rope,
         "write": write_decoder,
+        **options,
     }
-    return HfFormat(model_type, architecture, keys, **defaults | options)
+    read, write = ([fields[name], *(getattr(group, name) for group in groups)] for name in ("read", "write"))
+    fields["ignored"] = (*fields["ignored"], *(key for group in groups for key in group.keys))
+    fields["fixed"] = {key: value for key, value in fields["fixed"].items() if key not in fields["ignored"]}
+    fields["read"] = lambda data: reduce(operator.or_, (each(data) for each in read))
+    fields["write"] = lambda c: reduce(operator.or_, (each(c) for each in write))
+    return HfFormat(model_type, architecture, keys, **fields)
 
 
 def read_default_head_dim(data: Mapping[str, Any]) -> dict[str, Any]:

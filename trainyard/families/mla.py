@@ -45,8 +45,9 @@ class MlaConfig(MoeConfig):
     def rotary_size(self) -> int:
         return self.qk_rope_head_dim
 
-    def attention_widths(self, layer: int) -> tuple[int, int]:
-        return self.head_size, self.v_head_dim
+    @property
+    def value_size(self) -> int:
+        return self.v_head_dim
 
     def cache_width(self, layer: int, tp: int) -> int:
         return self.kv_lora_rank + self.qk_rope_head_dim

@@ -60,8 +60,13 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of an attention head."""
+        """Width of an attention head: of its query and its key."""
         return getattr(self, "head_dim", None) or self.hidden // self.heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of the value of an attention head."""
+        return self.head_size
 
     @property
     def num_kv_heads(self) -> int:
@@ -84,7 +89,7 @@ class ModelConfig(Section):
 
     def attention_widths(self, layer: int) -> tuple[int, int]:
         """Widths of a key and of a value of each head in this layer, for FLOP counts; zeros without attention."""
-        return self.head_size, self.head_size
+        return self.head_size, self.value_size
 
     def cache_width(self, layer: int, tp: int) -> int:
         """Numbers that generation keeps of a token in this layer, on each of `tp` ranks."""

@@ -45,7 +45,7 @@ class CachedLatentAttention(LatentAttention, LayerCache):
         q_BHC = torch.cat((q_HBC.transpose(0, 1), q_BHTK[:, :, 0, nope:]), -1)
         y_BHC = self.kernels.decode_latent_attention(
             q_BHC, c_BTC, self.latents, self.state.lengths[: len(q_BHC)], self.state.visible, self.latent_size,
-            q_BHTK.shape[-1] ** -0.5,
+            self.core.scores.scale_of(q_BHTK.shape[-1]),
         )  # fmt: skip
         return (y_BHC.transpose(0, 1) @ values_HVC.transpose(1, 2)).transpose(0, 1)[:, :, None]
 
@@ -57,7 +57,7 @@ class CachedLatentAttention(LatentAttention, LayerCache):
             position, c_BTC = torch.arange(end, device=c_BTC.device), self.latents[slots, 0, :end]
             past = position <= position[start:, None]
         keys, values = self.keys_and_values(c_BTC, kv_b)
-        scale = q_BHTK.shape[-1] ** -0.5
+        scale = self.core.scores.scale_of(q_BHTK.shape[-1])
         return F.scaled_dot_product_attention(q_BHTK, keys, values, past, is_causal=past is None, scale=scale)
 
 
