@@ -66,12 +66,16 @@ class ModuleFactory:
         shape = self.blueprint.local_shape(name, self.shard)
         return nn.Parameter(torch.empty(shape, device="meta"))
 
+    def optional_parameter(self, name: str) -> nn.Parameter | None:
+        """The parameter, if the blueprint has it."""
+        return self.parameter(name) if name in self.blueprint else None
+
     def parameters(self, name: str, parts: Sequence[str]) -> nn.ParameterDict:
         """The parameters `name.part` by part, such as the matrices of experts."""
         return nn.ParameterDict({part: self.parameter(f"{name}.{part}") for part in parts})
 
     def linear(self, name: str) -> Linear:
-        bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
+        bias = self.optional_parameter(f"{name}.bias")
         fp8 = self.fp8.for_parameter(name) if self.fp8 else None
         linear = Linear(self.parameter(f"{name}.weight"), bias, self.kernels, fp8)
         spec = self.blueprint.spec(f"{name}.weight")
