@@ -120,10 +120,8 @@ def test_a_run_starts_from_a_config_json_that_only_the_family_knows(cli: ForkSer
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "outside"}))
     text = "model: {family: 'outside:FAMILY', from_hf: hf}\ncheckpoint: {init_from: hf}\n"
     (tmp_path / "run.yaml").write_text(f"base: tiny-llama\n{text}")
-    run = cli.run(
-        ["train", "run.yaml", "train.steps=1", "device.name=cpu", "data.source=synthetic", "data.seq_len=64"],
-        cwd=tmp_path,
-    )
+    options = ["train.steps=1", "device.name=cpu", "data.source=synthetic", "data.seq_len=64"]
+    run = cli.run(["train", "run.yaml", *options], cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     other = cli.run(["train", "run.yaml", "model.family=llama"], cwd=tmp_path)
     assert other.returncode == 2

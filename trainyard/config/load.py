@@ -113,7 +113,7 @@ def check_keys(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_model(data: dict[str, Any]) -> dict[str, Any]:
-    """Replace model.from_hf by the keys of that config.json, as model.family reads it if there is one; other keys of the
+    """Replace model.from_hf by the keys of that config.json, which model.family reads if it is given. Other keys of the
     section take precedence."""
     model = data.get("model")
     if not isinstance(model, dict) or "from_hf" not in model:

@@ -53,6 +53,8 @@ class DecoderStyle:
     """Factor of the attention scores. Default: 1 / sqrt(head size)."""
     attention_soft_cap: float | None = None
     """Bound of the attention scores, as for logits."""
+    sinks: bool = False
+    """A trained logit of each head takes part in the softmax of its scores, without a value."""
 
 
 class LinearRopeScaling(Section):
@@ -181,6 +183,7 @@ def attention_specs(c: DecoderConfig) -> list[ParamSpec]:
         *column_parallel_specs(f"{layer}qkv.weight", parts("weight"), (c.hidden,), c.fuse_qkv, c.init_std),
         *(column_parallel_specs(f"{layer}qkv.bias", parts("bias"), (), c.fuse_qkv) if "qkv" in style.biases else ()),
         *(itertools.starmap(qk_norm, sizes[:2]) if style.qk_norm else ()),
+        *([ParamSpec(f"{layer}sinks", (c.heads,), 0)] if style.sinks else []),
         ParamSpec(f"{layer}output.weight", (c.hidden, Q), 1, init_std=c.output_init_std, flops_tokens="tokens"),
         *([ParamSpec(f"{layer}output.bias", (c.hidden,))] if "output" in style.biases else []),
     ]
@@ -250,6 +253,7 @@ def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None
         **{f"{ours}{x}.{kind}": HfTensor(f"{hf}{name}.{kind}") for x, name in style.norms.items() for kind in of_norms},
         **{f"{attention}{x}.{kind}": HfTensor(f"{of_hf}{x}_proj.{kind}") for kind in kinds("qkv") for x in "qkv"},
         **{f"{attention}{x}_norm.weight": HfTensor(f"{of_hf}{x}_norm.weight") for x in "qk" if style.qk_norm},
+        **({f"{attention}sinks": HfTensor(f"{of_hf}sinks")} if style.sinks else {}),
         **{f"{attention}output.{kind}": HfTensor(f"{of_hf}o_proj.{kind}") for kind in kinds("output")},
         **(gated_mlp if mlp is None else mlp),
         **{f"norm.{kind}": HfTensor(f"model.norm.{kind}") for kind in of_norms},
