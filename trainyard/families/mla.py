@@ -9,10 +9,12 @@ from dataclasses import replace
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.blueprint import FusedPart, ParamSpec
-from trainyard.families.family import HfTensor
-from trainyard.families.moe import MoeConfig
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.families.decoder import DecoderStyle, decoder_hf_names
+from trainyard.families.family import HfNameMap, HfTensor
+from trainyard.families.moe import MoeConfig, moe_blueprint, moe_hf_names
 
+ATTENTION = "layers.*.attention."
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents, which no key sets."""
 
@@ -36,6 +38,12 @@ class MlaConfig(MoeConfig):
     """Width of a value."""
     attention_bias: bool = False
     """Biases of the projections to latents and of the output projection."""
+    shared_ffn: PositiveInt | None = Field(...)
+    """Intermediate size of the shared experts together, through which every token goes as well."""
+
+    @property
+    def style(self) -> DecoderStyle:
+        return DecoderStyle(biases=("output",) if self.attention_bias else ())
 
     @property
     def head_size(self) -> int:
@@ -53,10 +61,17 @@ class MlaConfig(MoeConfig):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-def mla_specs(c: MlaConfig, layer: str = "layers.*.") -> list[ParamSpec]:
+def mla_blueprint(c: MlaConfig) -> Blueprint:
+    """The parameters of a decoder with latent attention."""
+    blueprint = moe_blueprint(c)
+    others = [spec for spec in blueprint.specs if not spec.name.startswith(ATTENTION)]
+    return replace(blueprint, specs=(*others, *mla_specs(c)))
+
+
+def mla_specs(c: MlaConfig) -> list[ParamSpec]:
     """The parameters of latent attention. Tensor-parallel ranks split the heads. The projections to latents, which all
     heads share, are of the tokens that a rank has between attention and MLP, and every rank has these matrices."""
-    own, D, sizes = f"{layer}attention.", c.hidden, latent_sizes(c)
+    own, D, sizes = ATTENTION, c.hidden, latent_sizes(c)
     groups = {"qkv_a": tuple(sizes)} if c.fuse_qkv and c.q_lora_rank else {name: (name,) for name in sizes}
 
     def latent(name: str, kind: str, columns: tuple[int, ...], init_std: float | None) -> ParamSpec:
@@ -87,13 +102,15 @@ def latent_sizes(c: MlaConfig) -> dict[str, int]:
     return {**({"q_a": c.q_lora_rank} if c.q_lora_rank else {}), "kv_a": c.kv_lora_rank + c.qk_rope_head_dim}
 
 
-def mla_names(c: MlaConfig) -> dict[str, HfTensor]:
-    """The Hugging Face names of latent attention."""
-    ours, hf = "layers.*.attention.", "model.layers.*.self_attn."
-    names = {"kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "output": "o_proj"}
-    names |= {"q_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "q_b": "q_b_proj"} if c.q_lora_rank else {"q": "q_proj"}
-    biased = [*latent_sizes(c), "output"] if c.attention_bias else []
-    return {
-        **{f"{ours}{name}.weight": HfTensor(f"{hf}{theirs}.weight") for name, theirs in names.items()},
-        **{f"{ours}{name}.bias": HfTensor(f"{hf}{names[name]}.bias") for name in biased},
+def mla_names(c: MlaConfig) -> HfNameMap:
+    """The names that transformers has for a decoder with latent attention."""
+    names = decoder_hf_names(c, moe_hf_names(c, shared="shared_experts"))
+    others = {ours: hf for ours, hf in names.table.items() if not ours.startswith(ATTENTION)}
+    hf = {"kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "output": "o_proj"}
+    hf |= {"q_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "q_b": "q_b_proj"} if c.q_lora_rank else {"q": "q_proj"}
+    kinds = [(name, "weight") for name in hf]
+    kinds += [(name, "bias") for name in (*latent_sizes(c), "output") if c.attention_bias]
+    attention = {
+        f"{ATTENTION}{name}.{kind}": HfTensor(f"model.layers.*.self_attn.{hf[name]}.{kind}") for name, kind in kinds
     }
+    return replace(names, table={**others, **attention})
