@@ -13,6 +13,7 @@ from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
 from trainyard.families.decoder import DecoderStyle, decoder_hf_names
 from trainyard.families.family import HfNameMap, HfTensor
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_hf_names
+from trainyard.families.rope import YarnRopeScaling, yarn_mscale
 
 ATTENTION = "layers.*.attention."
 LATENT_NORM_EPS = 1e-6
@@ -22,6 +23,7 @@ LATENT_NORM_EPS = 1e-6
 class MlaConfig(MoeConfig):
     """A decoder with latent attention."""
 
+    rope_interleaved = True
     kv_heads: None = None
     """Always null: each head has keys and values of its own."""
     head_dim: None = None
@@ -43,7 +45,10 @@ class MlaConfig(MoeConfig):
 
     @property
     def style(self) -> DecoderStyle:
-        return DecoderStyle(biases=("output",) if self.attention_bias else ())
+        scale, rope = self.head_size**-0.5, self.rope_scaling
+        if isinstance(rope, YarnRopeScaling) and rope.mscale_all_dim:
+            scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+        return DecoderStyle(biases=("output",) if self.attention_bias else (), attention_scale=scale)
 
     @property
     def head_size(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainyard.families.mla import LATENT_NORM_EPS, MlaConfig, latent_sizes
 from trainyard.kernels.reference import apply_rope
+from trainyard.models.layers import PositionTable
 from trainyard.models.llama import LlamaBlock, reduce_output
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.mtp import MtpDecoder
@@ -32,15 +33,15 @@ class MlaAttention(Recomputable):
         self.kv_b, self.output = make.linear(f"{name}.kv_b"), make.linear(f"{name}.output")
         self.latent_attention = make.latent_attention(c.heads, c.kv_lora_rank, c.qk_rope_head_dim, c.v_head_dim, name)
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
-        c, rope = self.c, self.c.qk_rope_head_dim
+    def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
+        c, rope = self.c, (self.c.qk_rope_head_dim, *positions[0][:2], self.c.rope_interleaved)
         *q_latent, kv = torch.cat([linear(x_BTD) for linear in self.latent_linears], -1).split(self.sizes, -1)
         x_BTD = self.q_a_norm(q_latent[0])[1] if self.q_a_norm else x_BTD
         (q,) = self.tp.column_parallel(x_BTD, self.queries, keep_gathered=self.keep_gathered)
-        latent, key = kv.split((c.kv_lora_rank, rope), -1)
+        latent, key = kv.split((c.kv_lora_rank, c.qk_rope_head_dim), -1)
         c_BTC = self.tp.gather_sum_grads(torch.cat((self.kv_a_norm(latent)[1], key), -1))
-        q_BHTK = _rotate_end(q.unflatten(-1, (-1, c.head_size)).transpose(1, 2), rope, cos_TK, sin_TK)
-        c_BTC = _rotate_end(c_BTC[:, None], rope, cos_TK, sin_TK)[:, 0]
+        q_BHTK = _rotate_end(q.unflatten(-1, (-1, c.head_size)).transpose(1, 2), *rope)
+        c_BTC = _rotate_end(c_BTC[:, None], *rope)[:, 0]
         y_BHTV = self.latent_attention(q_BHTK, c_BTC, self.kv_b, documents_BT)
         return reduce_output(self.tp, self.output, y_BHTV.transpose(1, 2).flatten(2))
 
@@ -53,8 +54,9 @@ class MlaDecoder(MtpDecoder):
     block_class = MlaBlock
 
 
-def _rotate_end(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with its last `size` columns rotated in pairs of neighbors. Their order changes, alike in queries and keys."""
+def _rotate_end(x: Tensor, size: int, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
+    """x with its last `size` columns rotated."""
+    assert cos is not None
+    assert sin is not None
     fixed, rotated = x.split((x.shape[-1] - size, size), -1)
-    halves = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return torch.cat((fixed, apply_rope(halves, cos, sin)), -1)
+    return torch.cat((fixed, apply_rope(rotated, cos, sin, interleaved)), -1)

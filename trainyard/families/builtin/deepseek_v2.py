@@ -6,10 +6,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.decoder import ROPE_HF_KEYS, decoder_hf_format, decoder_hf_keys, read_rope, write_decoder
+from trainyard.families.decoder import decoder_hf_format, decoder_hf_keys, write_decoder
 from trainyard.families.family import REQUIRED, Family, HfKeys
 from trainyard.families.mla import MlaConfig, mla_blueprint, mla_names
 from trainyard.families.moe import layers_text
+from trainyard.families.rope import ROPE_HF_KEYS, read_rope
 
 MLA_MODULE = "trainyard.models.mla:MlaDecoder"
 GREEDY, GROUPS = "greedy", "group_limited_greedy"
@@ -56,9 +57,14 @@ def read_deepseek(
     heads, dense = data["num_attention_heads"], data.get("first_k_dense_replace", dense_layers)
     if (found := data.get("num_key_value_heads", kv_heads)) not in (None, heads):
         raise ValueError(f"num_key_value_heads={found}: latent attention has one for each head; nearest: {heads}")
+    rope = read_rope(data)
+    scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    if scaling.get("mscale_all_dim") and (rope["rope_scaling"] or {}).get("kind", "yarn") != "yarn":
+        kind = rope["rope_scaling"]["kind"]
+        raise ValueError(f"mscale_all_dim={scaling['mscale_all_dim']}: not supported for {kind}; nearest: 0")
     first = layers_text(range(min(dense, data["num_hidden_layers"])))
     return {
-        **read_rope(data),
+        **rope,
         "dense_layers": first,
         "dense_ffn": data.get("intermediate_size", dense_ffn) if first else None,
         "shared_ffn": data.get("n_shared_experts", shared) * data.get("moe_intermediate_size", expert_ffn),

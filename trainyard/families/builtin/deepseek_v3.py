@@ -48,6 +48,10 @@ class DeepseekV3Config(MlaConfig):
     """Epsilon added to the mean square in RMSNorm."""
 
     @property
+    def rope_interleaved(self) -> bool:  # type: ignore[override]
+        return self.rope_interleave
+
+    @property
     def moe_style(self) -> MoeStyle:
         return MoeStyle(stores_router_bias=True)
 

@@ -9,7 +9,6 @@ from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import (
     DECODER_MODULE,
-    ROPE_HF_KEYS,
     DecoderStyle,
     decoder_hf_format,
     decoder_hf_keys,
@@ -19,6 +18,7 @@ from trainyard.families.decoder import (
 )
 from trainyard.families.family import Family
 from trainyard.families.moe import MoeConfig, MoeStyle, layers_text, moe_blueprint, moe_hf_names
+from trainyard.families.rope import ROPE_HF_KEYS
 
 
 class Qwen2MoeConfig(MoeConfig):
