@@ -31,7 +31,8 @@ class MlaAttention(Recomputable):
         self.q_a_norm = make.rms_norm(f"{name}.q_a_norm", LATENT_NORM_EPS) if c.q_lora_rank else None
         self.kv_a_norm = make.rms_norm(f"{name}.kv_a_norm", LATENT_NORM_EPS)
         self.kv_b, self.output = make.linear(f"{name}.kv_b"), make.linear(f"{name}.output")
-        self.latent_attention = make.latent_attention(c.heads, c.kv_lora_rank, c.qk_rope_head_dim, c.v_head_dim, name)
+        sizes = (c.kv_lora_rank, c.qk_rope_head_dim, c.v_head_dim)
+        self.latent_attention = make.latent_attention(c.heads, *sizes, name, c.style.attention_scale)
 
     def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         c, rope = self.c, (self.c.qk_rope_head_dim, *positions[0][:2], self.c.rope_interleaved)
