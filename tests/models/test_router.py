@@ -20,8 +20,13 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 
 from tests.support import configs
 from tests.support.other_experts import GptOssExperts, Llama4Experts, Qwen2Experts
+from trainyard.checkpoint.weights import local_values, unfused_tensors
+from trainyard.families import blueprint_of
 from trainyard.families.moe import MoeConfig, moe_blueprint
+from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
+from trainyard.formats.io.lazy_tensor import InlineTensor
 from trainyard.kernels.reference import Kernels
+from trainyard.models.init import initial_values
 from trainyard.models.llama import make_mlp
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
@@ -175,3 +180,26 @@ def test_impossible_groups_are_refused(keys: dict[str, Any], message: str) -> No
     sizes = {**configs.MOE, "experts": E, "top_k": K}
     with pytest.raises(ValueError, match=message):
         MoeConfig.model_validate({**sizes, **keys})
+
+
+@pytest.mark.parametrize(("case", "family"), [("gpt-oss", "GPT_OSS"), ("llama4", "LLAMA4")])
+def test_stacked_experts_are_read_and_written_as_transformers_does(case: str, family: str) -> None:
+    """From the tensors of a block of transformers, and back bit for bit; slice by slice too."""
+    hf, ours = blocks(case)
+    keys = {**CASES[case][3], "family": f"tests.support.other_experts:{family}", "layers": 1}
+    sizes = {**configs.LLAMA, "hidden": D, "heads": 2, "ffn": F, "experts": E, "top_k": K}
+    section: Any = configs.tiny_config({**sizes, **keys}).model
+    prefix = f"model.layers.0.{'mlp' if case == 'gpt-oss' else 'feed_forward'}."
+    of_block = {prefix + name: value.detach() for name, value in hf.state_dict().items()}
+    random = initial_values(blueprint_of(section), 0)
+    own = dict(hf_tensors(InMemoryWeights(section, random)))
+    assert set(of_block) < set(own)
+    weights = weights_from_tensors(section, {name: InlineTensor(value) for name, value in {**own, **of_block}.items()})
+    values = local_values(weights)
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(values(f"layers.0.mlp.{name}"), parameter), name
+    written = dict(hf_tensors(weights))
+    assert all(torch.equal(written[name], value) for name, value in of_block.items())
+    for piece in unfused_tensors(section).values():
+        if ".experts." in piece.name and piece.sizes[0] > 5:
+            assert torch.equal(weights.read(piece.narrow(0, 2, 5)), weights.read(piece)[2:5])

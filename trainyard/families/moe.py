@@ -1,7 +1,7 @@
 """What mixtures of experts have in common: keys, the parameters of a layer's router and experts, and their names in
 Hugging Face's files."""
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -191,12 +191,19 @@ def moe_hf_names(c: MoeConfig, shared: str = "shared_expert") -> dict[str, HfTen
     return {ours: HfTensor(f"{layer}{name.replace('shared.', f'{shared}.')}.weight") for ours, name in matrices.items()}
 
 
-def layers_text(layers: Iterable[int]) -> str | None:
-    """What `parse_layers` reads as these layers; None if there are none."""
-    ranges: list[list[int]] = []
-    for layer in sorted(layers):
-        if ranges and ranges[-1][-1] == layer - 1:
-            ranges[-1][1:] = [layer]
-        else:
-            ranges.append([layer])
-    return ",".join("-".join(map(str, ends)) for ends in ranges) or None
+def stacked_hf_names(
+    c: MoeConfig, experts: str = "model.layers.*.mlp.experts.", interleaved: bool = False
+) -> dict[str, HfTensor]:
+    """The names of experts whose transposed matrices are stacked (Llama 4). `interleaved`: gate and up alternate
+    (gpt-oss)."""
+    kinds = ("weight", "bias") if c.moe_style.expert_biases else ("weight",)
+    names = {}
+    for index in range(c.experts):
+        for part, matrix in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
+            for kind in kinds:
+                tensor = f"{experts}{matrix}_proj" + "_bias" * (kind == "bias")
+                alternates = interleaved and matrix == "gate_up"
+                names[f"{LAYER}experts.{index}.{part}.{kind}"] = HfTensor(
+                    tensor, kind == "weight", c.experts, alternates
+                )
+    return names

@@ -6,10 +6,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
+from trainyard.families.blueprint import layers_text
 from trainyard.families.decoder import decoder_hf_format, decoder_hf_keys, write_decoder
 from trainyard.families.family import REQUIRED, Family, HfKeys
 from trainyard.families.mla import MlaConfig, mla_blueprint, mla_names
-from trainyard.families.moe import layers_text
 from trainyard.families.rope import ROPE_HF_KEYS, read_rope
 
 MLA_MODULE = "trainyard.models.mla:MlaDecoder"
