@@ -22,11 +22,10 @@ class CachedLatentAttention(LatentAttention, LayerCache):
 
     latents: Tensor
     """[slots, 1, max_seq_len, C]."""
-    reads_lengths = False
 
     def __init__(self, size: CacheSize, state: CacheState, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.state, self.kernels = state, self.core.kernels
+        self.state, self.kernels, self.max_seq_len = state, self.core.kernels, size.max_seq_len
         shape = (size.slots, 1, size.max_seq_len, self.latent_size + self.key_size)
         self.register_buffer("latents", torch.zeros(shape, dtype=size.dtype, device=size.device), persistent=False)
 
