@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.compat import bmm_to_fp32
 from trainyard.core.counter_rng import DropoutRng, element_bits
 from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
 from trainyard.kernels.frozen_linear import FrozenMatrix, frozen_linear
@@ -197,8 +198,8 @@ class Kernels:
         slot = torch.arange(len(q_BHC), device=lengths.device)
         latents[slot, 0, lengths] = c_BTC[:, 0]
         c_BSC = latents[: len(q_BHC), 0, :visible]
-        hidden = ~visible_tokens(visible, lengths, None)
-        score_BHS = (q_BHC @ c_BSC.transpose(1, 2)).float() * scale
+        hidden = ~visible_tokens(latents.shape[2], visible, lengths, None)
+        score_BHS = bmm_to_fp32(q_BHC, c_BSC.transpose(1, 2)) * scale
         weight_BHS = score_BHS.masked_fill(hidden[:, None], -torch.inf).softmax(-1).to(c_BSC.dtype)
         return weight_BHS @ c_BSC[..., :latent_size]
 
