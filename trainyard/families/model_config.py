@@ -53,7 +53,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
-        if self.hidden % self.heads and getattr(self, "head_dim", None) is None:
+        is_default = getattr(self, "head_dim", None) is None and self.head_size == self.hidden // self.heads
+        if self.hidden % self.heads and is_default:
             nearest = nearest_divisor(self.heads, self.hidden)
             raise ValueError(f"heads={self.heads}: does not divide hidden={self.hidden}; nearest: {nearest}")
         return self
