@@ -27,6 +27,16 @@ DECODER |= {"head_dim": 6, "bos_token_id": 5, "eos_token_id": [6, 7], "pad_token
 LAYER_NORM = {**{key: value for key, value in DECODER.items() if key != "rms_norm_eps"}, "layer_norm_eps": 1e-3}
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
 QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob": True}
+DEEPSEEK = {key: value for key, value in DECODER.items() if key not in ("head_dim", "num_key_value_heads")}
+DEEPSEEK |= {
+    "hidden_size": 128,
+    "num_attention_heads": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "attention_bias": True,
+}
+DEEPSEEK |= {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+DEEPSEEK |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
 FILES: dict[str, dict[str, Any]] = {
     "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
     "granite": {**DECODER, "attention_bias": True, "mlp_bias": True}
@@ -52,6 +62,8 @@ FILES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
     "olmoe": {**DECODER, **EXPERTS, "num_experts": 9, "norm_topk_prob": True},
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": {**DEEPSEEK, "norm_topk_prob": False, "rope_interleave": False, "num_nextn_predict_layers": 2},
     "gpt": {**GPT, "n_inner": 60, "layer_norm_epsilon": 1e-3, "initializer_range": 0.5, "tie_word_embeddings": False}
     | {"activation_function": "gelu", "pad_token_id": 8, "bos_token_id": 5, "eos_token_id": 6},
     "bert": {**BERT, "type_vocab_size": 3, "layer_norm_eps": 1e-3, "initializer_range": 0.5, "hidden_act": "gelu_new"}
@@ -73,6 +85,7 @@ def values_of_transformers(family: Family, data: dict[str, Any]) -> dict[str, An
     if "rope_theta" in values:
         rope = config.rope_parameters
         values["rope_theta"] = rope.get("full_attention", rope)["rope_theta"]
+    if "head_dim" in values:
         values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
     if "activation" in family.config_class.model_fields:
         keys = ("activation_function", "hidden_activation", "hidden_act")
@@ -119,6 +132,8 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
 SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
 MANY_EXPERTS = {"qwen2_moe": {"num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"}}
 MANY_EXPERTS |= {"qwen3_moe": {"num_experts", "moe_intermediate_size"}, "olmoe": {"num_experts"}}
+MANY_EXPERTS |= {"deepseek_v2": {"n_routed_experts", "moe_intermediate_size"}}
+MANY_EXPERTS |= {"deepseek_v3": {"num_key_value_heads"}}  # with fewer heads, the default has no meaning
 """Keys whose values here are smaller than their defaults."""
 LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
 
@@ -128,7 +143,9 @@ def test_logits_of_a_file_with_sizes_only(name: str, tmp_path: Path) -> None:
     """transformers builds the model from a config.json without any key that has a default; so does the package."""
     family = find_family(name)
     sizes = {**LOGITS_SIZES, **SIZES.get(name, {}), "num_experts": 9, "moe_intermediate_size": 16, "head_dim": 8}
-    sizes["shared_expert_intermediate_size"] = 24
+    sizes |= {"shared_expert_intermediate_size": 24, "n_routed_experts": 9, "num_experts_per_tok": 3}
+    if "deepseek" in name:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     keep = {hf_key for hf_key, default in family.hf.keys.values() if default is REQUIRED}
     if name in MANY_EXPERTS:
         keep |= MANY_EXPERTS[name]

@@ -132,6 +132,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-gelu-new": ("bert", {"hidden_act": "gelu_new"}),
 }
 """Family and changes to its sizes."""
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+DEEPSEEK = {**MLA, "n_routed_experts": 6, "moe_intermediate_size": 32, "num_experts_per_tok": 3}
+DEEPSEEK_V2 = {**DEEPSEEK, "n_shared_experts": 2, "first_k_dense_replace": 1}
+DEEPSEEK_V3 = {**DEEPSEEK, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+DEEPSEEK_V3 |= {"num_nextn_predict_layers": 0}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 56}
 MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -153,6 +158,28 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {**QWEN2_MOE, "num_key_value_heads": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     ),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK_V2),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        {**DEEPSEEK_V2, "q_lora_rank": None, "attention_bias": True, "n_group": 1, "topk_group": 1}
+        | {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+        | {"first_k_dense_replace": 0, "routed_scaling_factor": 16.0, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek_v3-yarn": (
+        "deepseek_v3",
+        {**DEEPSEEK_V3, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        {**DEEPSEEK_V3, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1}
+        | {"rope_parameters": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-2},
+    ),
+    "deepseek_v3-dense": ("deepseek_v3", {**DEEPSEEK_V3, "first_k_dense_replace": 3}),
     "olmoe": ("olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe-normalized": (
         "olmoe",
