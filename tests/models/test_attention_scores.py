@@ -63,11 +63,12 @@ class Case(NamedTuple):
         return CoreAttention(*arguments, axis, kernels, self.window, scale, soft_cap, parameter)
 
 
-def make_case(options: str, mask: str, heads: tuple[int, int] = (4, 2), tokens: int = 24) -> Case:
+def make_case(options: str, mask: str, heads: tuple[int, int] = (4, 2), tokens: int = 24, width: int = 1) -> Case:
+    """`width`: multiple of 8 of a head's width."""
     torch.manual_seed(3)
     o, m = OPTIONS[options], {"causal": True, "window": None, "documents": False, "p": 0.0} | MASKS[mask]
-    (H, G), V = heads, o.get("value_size", 8)
-    q, k, v, dout = (torch.randn(3, n, tokens, width) for n, width in ((H, 8), (G, 8), (G, V), (H, V)))
+    (H, G), K, V = heads, 8 * width, o.get("value_size", 8) * width
+    q, k, v, dout = (torch.randn(3, n, tokens, size) for n, size in ((H, K), (G, K), (G, V), (H, V)))
     sinks = torch.randn(H) if o.get("sinks") else None
     scores = AttentionScores(o.get("scale"), o.get("soft_cap"), sinks)
     documents = make_documents(3, tokens) if m["documents"] else None
@@ -125,6 +126,25 @@ def test_core_attention_equals_the_definition(options: str, mask: str) -> None:
     expected = definition(case, case.module().site)
     assert_close(computed(case, case.module()), expected)
     assert_close(computed(case, case.module(cp=ContextAxis(decomposes_attention=True))), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_on_a_gpu(options: str, mask: str, dtype: torch.dtype) -> None:
+    case = make_case(options, mask, tokens=160, width=8)
+    case = case._replace(scores=case.scores._replace(scale=case.scores.scale and 0.2))
+    expected = definition(case, case.module().site)
+    scores = case.scores._replace(sinks=None if case.scores.sinks is None else case.scores.sinks.cuda())
+    moved = {name: getattr(case, name).cuda().to(dtype) for name in ("q", "k", "v", "dout")}
+    seeds = RowSeeds(*(x.cuda() for x in case.seeds))
+    documents = None if case.documents is None else case.documents.cuda()
+    moved_case = case._replace(**moved, scores=scores, seeds=seeds, documents=documents)
+    axis = ContextAxis()
+    axis.max_documents = 3 * 160
+    for x, y in zip(computed(moved_case, case.module(cp=axis).cuda()), expected, strict=True):
+        assert (x.cpu().double() - y).norm() < (1e-5 if dtype == torch.float32 else 0.01) * y.norm()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 1), (6, 6)])
