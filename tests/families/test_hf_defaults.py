@@ -41,6 +41,7 @@ FILES: dict[str, dict[str, Any]] = {
     "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
     "granite": {**DECODER, "attention_bias": True, "mlp_bias": True}
     | {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4},
+    "gemma": {**DECODER, "tie_word_embeddings": False, "attention_bias": True},
     "gemma2": {**DECODER, "tie_word_embeddings": False, "sliding_window": 7, "attention_bias": True}
     | {"query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     | {"hidden_activation": "gelu", "layer_types": ["full_attention", "sliding_attention"]},

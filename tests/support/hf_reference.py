@@ -82,6 +82,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biases": ("olmo2", {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}),
     "granite": ("granite", {"num_key_value_heads": 2, **GRANITE}),
     "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 20}),
+    "gemma-biases": (
+        "gemma",
+        {"head_dim": 12, "hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "gemma2": ("gemma2", GEMMA2),
     "gemma2-uncapped": (
         "gemma2",
