@@ -6,8 +6,8 @@ from pydantic import Field
 
 from trainyard.families.decoder import (
     DECODER_MODULE,
+    Activation,
     DecoderStyle,
-    GateActivation,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
@@ -33,7 +33,7 @@ class Gemma2Config(WindowedDecoderConfig):
     """Epsilon added to the mean square in RMSNorm."""
     attention_bias: bool = False
     """Biases in the four linear layers of attention."""
-    activation: GateActivation = "gelu_tanh"
+    activation: Activation = "gelu_tanh"
     """Activation of the MLP's gate."""
     query_scalar: float = Field(256, gt=0)
     """Attention scores are divided by its square root (query_pre_attn_scalar of transformers)."""
