@@ -66,6 +66,11 @@ def smoke_config(
         shrink("model", ffn=(1 if model.get("experts") else 4) * model["hidden"])
     if model.get("experts"):
         shrink("model", experts=min(model["experts"], SMOKE_EXPERTS), top_k=min(model["top_k"], SMOKE_EXPERTS // 2))
+        for key in ("shared_ffn", "dense_ffn"):
+            shrink("model", **({key: model["hidden"]} if model[key] else {}))
+        shrink("model", dense_layers="0" if model["dense_layers"] else None)
+        groups = min(model["expert_groups"], 2)  # of which one has enough experts
+        shrink("model", expert_groups=groups, top_k_groups=1 if groups > 1 else model["top_k_groups"])
     shrink("layout", **_fitted_layout(layout, ranks, heads, named) | {"pipeline_cuts": []})
     shrink("model", layers=max(2, layout["pp"] * layout["vpp"]))
     if not _names_own_data(data["data"], named) and "data" not in named:
@@ -88,6 +93,10 @@ def smoke_config(
     scaling = model.get("rope_scaling")
     if scaling and "original_max_positions" in scaling and "model.rope_scaling" not in named:
         scaling["original_max_positions"] = SMOKE_SEQ_LEN
+        head_size = model.get("head_dim") or model["hidden"] // model["heads"]
+        for key in ("short_factor", "long_factor"):  # LongRoPE: one for each frequency
+            if key in scaling:
+                scaling[key] = scaling[key][: len(scaling[key]) * head_size // config.model.head_size]
     if model.get("experts"):
         shrink("layout", ep=gcd(layout["ep"], model["experts"], ranks // (layout["tp"] * layout["pp"]) or 1))
     micro_batches = max(min(config.train.global_batch // config.train.micro_batch, 2), layout["pp"])

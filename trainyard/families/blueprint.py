@@ -57,10 +57,12 @@ class ParamSpec:
     padded: bool = False
     """Zero rows at the end make the shards of all tensor-parallel ranks equal (vocabularies)."""
     experts: int = 0
-    """Number of experts whose matrices are the fused parts, in the order of experts, so that an expert-parallel rank
-    holds a range of parts; 0: not a matrix of experts."""
+    """Number of experts whose matrices or biases are the fused parts, in the order of experts, so that an
+    expert-parallel rank holds a range of parts; 0: not of experts."""
     active_experts: int = 0
     """Number of experts that a token uses."""
+    uses: int = 1
+    """Times that the matrix multiplies each of these tokens."""
     tp_gradient: TpGradient = "by_tokens"
     """Gradient of an unsplit parameter on tensor-parallel ranks. by_tokens: of the tokens that a rank holds, which are
     all of them without sequence parallelism; equal: of all tokens on every rank; partial: of a rank's share of the
@@ -102,8 +104,8 @@ class ParamSpec:
 
     @property
     def flops_share(self) -> float:
-        """Share of the matrix that a token multiplies."""
-        return self.active_experts / self.experts if self.experts else 1.0
+        """Share of the matrix that a token multiplies, times how often."""
+        return self.uses * (self.active_experts / self.experts if self.experts else 1.0)
 
     @property
     def matmul_passes(self) -> int:
@@ -272,6 +274,17 @@ def parse_layers(text: str, layers: int) -> frozenset[int]:
             raise ValueError(f"{text!r}: the model's {layers} layers are 0 to {layers - 1}")
         named |= set(range(first, last + 1))
     return frozenset(named)
+
+
+def layers_text(layers: Iterable[int]) -> str | None:
+    """What `parse_layers` reads as these layers; None if there are none."""
+    ranges: list[list[int]] = []
+    for layer in sorted(layers):
+        if ranges and ranges[-1][-1] == layer - 1:
+            ranges[-1][1:] = [layer]
+        else:
+            ranges.append([layer])
+    return ",".join("-".join(map(str, ends)) for ends in ranges) or None
 
 
 def name_pattern(name: str) -> str:

@@ -54,6 +54,10 @@ class HfTensor:
     name: str
     transposed: bool = False
     """Stored as [in, out] (GPT-2's Conv1D) instead of our [out, in]."""
+    stacked: int | None = None
+    """Number of experts whose matrices or biases it stacks along a first dim, in the order of the map."""
+    interleaved: bool = False
+    """The rows of its parts (of each expert) alternate, as those of gate and up in gpt-oss."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class HfNameMap:
     table: dict[str, HfTensor]
     tied: dict[str, str] = field(default_factory=dict)
     """Hugging Face names that repeat another tensor (tied weights): ignored when reading, not written."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """The same of tensors that are written as well."""
 
 
 def _no_values(source: Any) -> dict[str, Any]:

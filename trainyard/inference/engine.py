@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainyard import compat
 from trainyard.devices import Device
-from trainyard.inference.cached_attention import CachedAttention, CacheState
+from trainyard.inference.cached_attention import CacheState, LayerCache
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import Sampler, StepNeeds, token_logprobs
 from trainyard.models import Batch, TransformerStage
@@ -112,9 +112,9 @@ class Engine:
         """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
         graph for each shape."""
         self.model, self.state, self.device = model, state, device
-        self._attention = [module for module in model.modules() if isinstance(module, CachedAttention)]
-        self.num_slots, self.max_seq_len = state.lengths.shape[0], self._attention[0].max_seq_len - 1
-        self.has_rings = any(module.is_ring for module in self._attention)
+        self._layers = [module for module in model.modules() if isinstance(module, LayerCache)]
+        self.num_slots, self.max_seq_len = state.lengths.shape[0], self._layers[0].max_seq_len - 1
+        self.has_rings = any(module.is_ring for module in self._layers)
         """A ring keeps the last tokens only: a prompt begins with another one's if `keep_state` was called there."""
         handle = device.torch_device
         self.lengths = state.lengths
@@ -124,11 +124,12 @@ class Engine:
         """1 for slots that decode continues; the others compute a token that nobody reads."""
         self.sampler = Sampler(self.num_slots, vocab, device)
         self._adapters = [0] * self.num_slots
+        self._prompt_lengths = [0] * self.num_slots
         self._released: list[int] = []
         """Slots that are free, of which the device has not been told."""
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
-        self.kernels = self._attention[0].kernels
+        self.kernels = model.kernels
         self.compute_logits: Callable[[Tensor, Tensor, int], Tensor] = self._decode_logits
         if compiled:
             compat.allow_recompiles(MAX_GRAPHS)
@@ -144,6 +145,7 @@ class Engine:
     def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int], adapter: int = 0) -> None:
         """Assign a slot to a new sequence."""
         self.sampler.start(slot, options, prompt)
+        self._prompt_lengths[slot] = len(prompt)
         if self._adapters[slot] != adapter:
             self._adapters[slot] = self.state.adapters[slot] = adapter
 
@@ -157,15 +159,14 @@ class Engine:
     def _caches(self) -> list[tuple[Tensor, Tensor]]:
         """The caches that are no rings, each with a copy of the first position of free slots: a decode step leaves its
         token there."""
-        modules = [module for module in self._attention if not module.is_ring]
-        caches = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
+        caches = [cache for layer in self._layers if not layer.is_ring for cache in layer.caches]
         return [(cache, torch.zeros_like(cache[:, :, 0])) for cache in caches]
 
     @functools.cached_property
     def _rings(self) -> list[tuple[Tensor, Tensor]]:
         """The caches that are rings, each with a copy of what they were after the tokens of a slot that are kept."""
-        modules = [module for module in self._attention if module.is_ring]
-        return [(cache, torch.zeros_like(cache)) for module in modules for cache in (module.k_cache, module.v_cache)]
+        layers = [layer for layer in self._layers if layer.is_ring]
+        return [(cache, torch.zeros_like(cache)) for layer in layers for cache in layer.caches]
 
     @torch.inference_mode()
     def keep_state(self, slot: int) -> None:
@@ -234,7 +235,8 @@ class Engine:
         positions = torch.arange(start, start + longest, dtype=torch.int32, device=handle).expand(len(rows), -1)
         counts = torch.tensor([len(row) for row in rows], device=handle)
         self.state.decoding, self.state.slots, self.state.start, self.state.counts = False, index, start, counts
-        x_BTD = self.model.run_blocks(self._batch(padded.to(handle), positions))
+        prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
+        x_BTD = self.model.run_blocks(self._batch(padded.to(handle), positions, prompt_lengths))
         if not is_last:
             self.lengths[index] = start + longest  # decode steps of other slots leave their token there
             return None
@@ -256,7 +258,7 @@ class Engine:
         self._publish()
         rows = min(_next_power_of_two(rows), self.num_slots)
         visible = self.max_seq_len + 1
-        if not self.kernels.has_decode_attention:
+        if not all(layer.reads_lengths for layer in self._layers):
             visible = min(_round_up(longest + 1), visible)
         # A kernel that reads the lengths itself needs no bound on them, so its steps differ in the rows only.
         variant = DecodeVariant(rows, visible, needs)
@@ -307,9 +309,13 @@ class Engine:
         self.state.decoding, self.state.visible = True, visible
         return self._logits(self.model.run_blocks(self._batch(tokens[:, None], lengths[:, None])))
 
-    def _batch(self, tokens: Tensor, positions: Tensor) -> Batch:
+    def _batch(self, tokens: Tensor, positions: Tensor, prompt_lengths: Sequence[int] = ()) -> Batch:
         sample_ids = self.sample_ids[: len(tokens)]  # seeds of dropout, which is off
-        return {"tokens": tokens, "position_ids": positions, "sample_ids": sample_ids, "rng_key": self.rng_key}
+        batch: Batch = {"tokens": tokens, "position_ids": positions, "sample_ids": sample_ids, "rng_key": self.rng_key}
+        if self.model.static_length:
+            lengths = torch.tensor(prompt_lengths, device=tokens.device) if prompt_lengths else positions[:, -1] + 1
+            batch["sequence_lengths"] = lengths
+        return batch
 
     def _logits(self, x_B1D: Tensor) -> Tensor:
         """Logits of one token per row, [B, V], equal on all ranks."""

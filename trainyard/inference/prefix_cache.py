@@ -21,10 +21,10 @@ class Prefix(NamedTuple):
 
 
 class PrefixCache:
-    def __init__(self, slots: int, unit: int, has_rings: bool = False) -> None:
-        """`unit`: tokens of a long prompt that are computed at a time. `has_rings`: some layers keep the last tokens
-        only."""
-        self.unit, self.has_rings = unit, has_rings
+    def __init__(self, slots: int, unit: int, longest: int | None = None, has_rings: bool = False) -> None:
+        """`unit`: tokens of a long prompt that are computed at a time. Prompts longer than `longest` share nothing.
+        `has_rings`: some layers keep the last tokens only."""
+        self.unit, self.limit, self.has_rings = unit, longest, has_rings
         self._kept_until = [0] * slots
         self.held: list[Sequence[int]] = [()] * slots
         """The tokens of each slot that can be reused, a multiple of `unit`."""
@@ -46,8 +46,8 @@ class PrefixCache:
         self._adapters[slot] = adapter
         self.released.discard(slot)
         self.touch(slot)
-        if len(prompt) <= self.unit:
-            self.held[slot] = ()  # short ones are computed with others
+        if not self._shares(prompt):
+            self.held[slot] = ()
         elif not self.has_rings or computed <= self._kept_until[slot]:
             self.held[slot] = prompt[: computed - computed % self.unit]
             return self.has_rings
@@ -56,10 +56,14 @@ class PrefixCache:
     def touch(self, slot: int) -> None:
         self._last_used[slot] = next(self._clock)
 
+    def _shares(self, prompt: Sequence[int]) -> bool:
+        """Short prompts are computed with others, and share nothing."""
+        return self.unit < len(prompt) <= (self.limit or len(prompt))
+
     def longest(self, prompt: Sequence[int], own_slot: int, adapter: int = 0) -> Prefix:
         """The slot with the longest beginning of a prompt, of which the last token must always be computed. Of several
         slots, it is that of the prompt itself."""
-        if len(prompt) <= self.unit:
+        if not self._shares(prompt):
             return Prefix(own_slot, 0)
         same = [held if self._adapters[slot] == adapter else () for slot, held in enumerate(self.held)]
         found = [Prefix(slot, self._common(held, prompt)) for slot, held in enumerate(same)]

@@ -68,7 +68,7 @@ class RequestScheduler:
         """Longest prompt plus new tokens that a request can have."""
         has_short_units = shares_prefixes and engine.device.synchronous
         unit = CPU_PREFILL_CHUNK if has_short_units else PREFILL_CHUNK
-        self.prefixes = PrefixCache(engine.num_slots, unit, engine.has_rings)
+        self.prefixes = PrefixCache(engine.num_slots, unit, engine.model.static_length, engine.has_rings)
         self.waiting: deque[Request] = deque()
         self.slots: list[Sequence | None] = [None] * engine.num_slots
         self.queued_steps: deque[QueuedStep] = deque()

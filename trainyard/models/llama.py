@@ -3,7 +3,8 @@
 B batch, T tokens, D hidden, H heads, G kv heads, K head size, F ffn.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from trainyard.families.blueprint import layer_index
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.layers import GatedActivation, Linear, ResidualSum, RMSNorm, rope_frequencies
+from trainyard.models.layers import GatedActivation, Linear, PositionTable, PositionTables, ResidualSum, RMSNorm
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
@@ -42,6 +43,7 @@ class LlamaAttention(Recomputable):
             )
         layer = layer_index(name)
         assert layer is not None
+        self.rope_index, self.rope_interleaved = c.ropes.index(c.rope_of(layer)), c.rope_interleaved
         window = c.attention_window(layer)
         self.sinks = make.optional_parameter(f"{name}.sinks")
         scores: dict[str, Any] = {"scale": style.attention_scale, "soft_cap": style.attention_soft_cap}
@@ -50,24 +52,29 @@ class LlamaAttention(Recomputable):
         )
         self.output = make.linear(f"{name}.output")
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
         if self.norms_all_heads:
-            qkv = self._norm_all_heads(qkv, cos_TK.shape[-1])
+            qkv = self._norm_all_heads(qkv)
+        cos_TK, sin_TK, query_scale = positions[self.rope_index]
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            norms = self.q_norm.factor, self.k_norm.factor, self.q_norm.eps
             q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(
-                qkv, self.q_norm.factor, self.k_norm.factor, self.q_norm.eps, cos_TK, sin_TK, *self.local_heads
+                qkv, *norms, cos_TK, sin_TK, *self.local_heads, self.rope_interleaved
             )
         else:
-            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads, self.rope_interleaved)
+        if query_scale is not None:
+            q_BHTK = (q_BHTK * query_scale).to(q_BHTK.dtype)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return reduce_output(self.tp, self.output, y_BHTK.transpose(1, 2).flatten(2))
 
-    def _norm_all_heads(self, qkv: Tensor, head_size: int) -> Tensor:
+    def _norm_all_heads(self, qkv: Tensor) -> Tensor:
         assert self.q_norm
         assert self.k_norm
         heads, kv_heads = self.local_heads
+        head_size = qkv.shape[-1] // (heads + 2 * kv_heads)
         q, k, v = torch.split(qkv, [heads * head_size, kv_heads * head_size, kv_heads * head_size], -1)
         return torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
 
@@ -95,24 +102,32 @@ def reduce_output(tp: TensorAxis, linear: Linear, x: Tensor) -> Tensor:
     return tp.reduce_output(linear.matmul(x)) + linear.bias
 
 
+def make_mlp(c: DecoderConfig, make: ModuleFactory, name: str) -> LlamaMLP | MoeMLP:
+    """The MLP or the mixture of experts of a block, whichever the blueprint has."""
+    if not isinstance(c, MoeConfig) or f"{name}.router.weight" not in make.blueprint:
+        return LlamaMLP(c, make, name)
+    shared = LlamaMLP(c, make, f"{name}.shared") if c.shared_ffn else None
+    if shared:
+        shared.tp = TensorAxis()  # the mixture gathers its input and reduces its output
+    return MoeMLP(c, make, name, shared)
+
+
 class LlamaBlock(nn.Module):
+    attention_class: ClassVar[Callable[..., nn.Module]] = LlamaAttention
+
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.residual_scale, self.parallel = c.style.residual_scale, c.style.parallel
         self.attention_norm = make.decoder_norm(f"{name}.attention_norm", c) or ResidualSum()
-        self.attention = LlamaAttention(c, make, f"{name}.attention")
+        self.attention = self.attention_class(c, make, f"{name}.attention")
         self.attention_output_norm = make.decoder_norm(f"{name}.attention_output_norm", c)
         self.mlp_norm = make.decoder_norm(f"{name}.mlp_norm", c) or ResidualSum()
-        self.mlp: nn.Module
-        if isinstance(c, MoeConfig) and f"{name}.mlp.router.weight" in make.blueprint:
-            self.mlp = MoeMLP(c, make, f"{name}.mlp")
-        else:
-            self.mlp = LlamaMLP(c, make, f"{name}.mlp")
+        self.mlp = make_mlp(c, make, f"{name}.mlp")
         self.mlp_output_norm = make.decoder_norm(f"{name}.mlp_output_norm", c)
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)
-        z_BTD = self._output(self.attention(y_BTD, cos_TK, sin_TK, documents_BT), self.attention_output_norm)
+        z_BTD = self._output(self.attention(y_BTD, positions, documents_BT), self.attention_output_norm)
         if self.parallel:
             mlp_input = y_BTD if isinstance(self.mlp_norm, ResidualSum) else self.mlp_norm(x_BTD)[1]
             return x_BTD + z_BTD + self._output(self.mlp(mlp_input), self.mlp_output_norm)
@@ -127,22 +142,26 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(TransformerStage):
-    frequency: Tensor
+    block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
 
     def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
-        self.kernels, self.style = make.kernels, c.style
+        self.style = c.style
+        self.positions = PositionTables(c.ropes, make.kernels)
+        self.static_length = self.positions.static_length
         self.embedding = make.vocab_embedding("embedding")
-        self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
+        self.layers = make.blocks(lambda name: self.block_class(c, make, name))
         self.norm = make.decoder_norm("norm", c)
         self.output = make.head(self, c.tie_embeddings)
-        self.register_buffer("frequency", torch.cat([rope_frequencies(c)] * 2), persistent=False)
 
-    def block_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def block_inputs(self, batch: Batch) -> tuple[tuple[PositionTable, ...], Tensor | None]:
         position = batch["position_ids"][:, None] if "position_ids" in batch else self.token_positions(batch)
-        return *self.kernels.rope_angles(position, self.frequency), batch.get("document_ids")
+        length: int | Tensor = batch["tokens"].shape[1] * self.cp.size
+        if "sequence_lengths" in batch:
+            length = batch["sequence_lengths"][:, None, None]
+        return self.positions(position, length), batch.get("document_ids")
 
-    def embed(self, batch: Batch, *block_inputs: Tensor | None) -> Tensor:
+    def embed(self, batch: Batch, *block_inputs: Any) -> Tensor:
         x_BTD = self.embed_tokens(batch)
         scale = self.style.embedding_scale
         return x_BTD if scale == 1 else x_BTD * torch.tensor(scale, dtype=x_BTD.dtype)

@@ -18,6 +18,7 @@ from trainyard.models.layers import (
     CoreAttention,
     Dropout,
     Embedding,
+    LatentAttention,
     LayerNorm,
     Linear,
     OutputProjection,
@@ -74,7 +75,7 @@ class ModuleFactory:
         return nn.ParameterDict({part: self.parameter(f"{name}.{part}") for part in parts})
 
     def linear(self, name: str) -> Linear:
-        bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
+        bias = self.optional_parameter(f"{name}.bias")
         fp8 = self.fp8.for_parameter(name) if self.fp8 else None
         linear = Linear(self.parameter(f"{name}.weight"), bias, self.kernels, fp8)
         spec = self.blueprint.spec(f"{name}.weight")
@@ -145,3 +146,10 @@ class ModuleFactory:
     def _attention(self, *arguments: Any) -> CoreAttention:
         """From the arguments of `CoreAttention`."""
         return CoreAttention(*arguments)
+
+    def latent_attention(
+        self, heads: int, latent_size: int, key_size: int, value_size: int, site: str, scale: float | None = None
+    ) -> LatentAttention:
+        """Attention of queries over latents, from which the module makes keys and values."""
+        core = self.core_attention(heads, heads, True, 0.0, site, scale=scale)
+        return LatentAttention(core, latent_size, key_size, value_size)
