@@ -167,7 +167,7 @@ class Llama(TransformerStage):
         return x_BTD if scale == 1 else x_BTD * torch.tensor(scale, dtype=x_BTD.dtype)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
-        assert self.norm
+        assert self.norm is not None
         x_BTD = self.norm(x_BTD)[1]
         if self.style.logit_scale != 1:
             x_BTD = x_BTD * self.style.logit_scale
