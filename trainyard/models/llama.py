@@ -71,8 +71,8 @@ class LlamaAttention(Recomputable):
         return reduce_output(self.tp, self.output, y_BHTK.transpose(1, 2).flatten(2))
 
     def _norm_all_heads(self, qkv: Tensor) -> Tensor:
-        assert self.q_norm
-        assert self.k_norm
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         heads, kv_heads = self.local_heads
         head_size = qkv.shape[-1] // (heads + 2 * kv_heads)
         q, k, v = torch.split(qkv, [heads * head_size, kv_heads * head_size, kv_heads * head_size], -1)
@@ -167,7 +167,7 @@ class Llama(TransformerStage):
         return x_BTD if scale == 1 else x_BTD * torch.tensor(scale, dtype=x_BTD.dtype)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
-        assert self.norm
+        assert self.norm is not None
         x_BTD = self.norm(x_BTD)[1]
         if self.style.logit_scale != 1:
             x_BTD = x_BTD * self.style.logit_scale
