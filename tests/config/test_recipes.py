@@ -37,9 +37,12 @@ PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v3-3b": 3_023_280_128,  # no published model
 }
 # Each family, optimizer, kind of recompute and RoPE scaling trains in the fast tier.
 TRAINED_IN_FAST_TIER = {
+    "deepseek-v3-3b",
+    "tiny-long-context",
     "qwen3-30b-a3b",
     "tiny-llama",
     "bert-large-phase1-lamb",
@@ -53,7 +56,7 @@ def parameter_count(config: Config) -> int:
 
 
 def test_every_recipe_is_listed() -> None:
-    assert set(recipe_names()) == {*PARAMETERS, "tiny-llama", "tiny-chat", "tiny-dpo", "tiny-grpo"}
+    assert set(recipe_names()) == {*PARAMETERS, "tiny-llama", "tiny-chat", "tiny-dpo", "tiny-grpo", "tiny-long-context"}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

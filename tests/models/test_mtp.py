@@ -185,5 +185,5 @@ def test_no_label_crosses_the_end_of_a_document() -> None:
 
 def test_objectives_without_further_tokens_are_refused() -> None:
     model = {**configs.DEEPSEEK, "mtp_layers": 1}
-    with pytest.raises(UserError, match="mtp_layers=1: train.objective=dpo predicts no further tokens; nearest: 0"):
+    with pytest.raises(UserError, match=r"mtp_layers=1: train.objective=dpo predicts no further tokens"):
         configs.tiny_config(model, train={"objective": "dpo"})
