@@ -43,7 +43,8 @@ class LlamaAttention(Recomputable):
             )
         layer = layer_index(name)
         assert layer is not None
-        self.rope_index, self.rope_interleaved = c.ropes.index(c.rope_of(layer)), c.rope_interleaved
+        rope = c.rope_of(layer)
+        self.rope_index, self.rope_interleaved = c.ropes.index(rope), rope is not None and rope.interleaved
         window = c.attention_window(layer)
         self.sinks = make.optional_parameter(f"{name}.sinks")
         scores: dict[str, Any] = {"scale": style.attention_scale, "soft_cap": style.attention_soft_cap}
