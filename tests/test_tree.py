@@ -45,33 +45,33 @@ ORDER = [
 ]
 BUDGETS = {
     "checkpoint": 570,
-    "cli": 5085,
+    "cli": 5140,
     "cluster": 2200,
     "compat": 480,
-    "config": 1685,
+    "config": 1720,
     "core": 945,
     "dashboard": 1350,
     "data": 4295,
     "devices": 1600,
-    "evaluate": 650,
-    "families": 1445,
-    "formats": 4205,
+    "evaluate": 700,
+    "families": 2450,
+    "formats": 4280,
     "importers": 2170,
-    "inference": 2715,
-    "kernels": 3390,
+    "inference": 3000,
+    "kernels": 3700,
     "launch": 550,
     "metrics": 1625,
-    "models": 1305,
-    "parallel": 1570,
-    "preflight": 4230,
+    "models": 2200,
+    "parallel": 1700,
+    "preflight": 4300,
     "prepare": 2200,
     "remote": 2900,
     "run": 3415,
-    "train": 3205,
+    "train": 3300,
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 20_400
+SPINE_BUDGET = 23_200
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

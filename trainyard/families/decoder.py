@@ -1,6 +1,8 @@
 """What Llama and the families that share its block have in common: keys, parameter table, Hugging Face names."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,7 +13,44 @@ from trainyard.families.family import REQUIRED, HfFormat, HfKeys, HfNameMap, HfT
 from trainyard.families.model_config import ModelConfig
 
 DECODER_MODULE = "trainyard.models.llama:Llama"
-"""The module of all these families. What differs between them is in their blueprints."""
+"""The module of all these families. What differs between them is in their blueprints and styles."""
+NormKind = Literal["rms", "rms_plus_one", "layer", "layer_bias"]
+GateActivation = Literal["silu", "gelu", "gelu_tanh"]
+NormTensors = Mapping[str, str]
+"""The end of a norm's name in transformers by its name in a block."""
+PRE_NORMS: NormTensors = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+"""Of most families: the inputs of attention and MLP are normalized."""
+
+
+@dataclass(frozen=True)
+class DecoderStyle:
+    """What the blocks of a decoder have besides their matrices, and what they compute between them."""
+
+    norms: NormTensors = field(default_factory=lambda: PRE_NORMS)
+    """The norms of a block: of the inputs of attention and MLP (`attention_norm`, `mlp_norm`), and of their outputs
+    before these are added to the residual (`attention_output_norm`, `mlp_output_norm`)."""
+    norm: NormKind = "rms"
+    """RMSNorm, RMSNorm times 1 + weight, or LayerNorm without and with a bias."""
+    qk_norm: Literal["", "heads", "all"] = ""
+    """RMSNorm of q and k before RoPE: of each head, or of all heads together."""
+    parallel: bool = False
+    """Attention and MLP read the same residual, and both are added to it. Without `mlp_norm` they share a norm."""
+    biases: Collection[str] = ()
+    """Which linear layers have one: `qkv`, `output` (of attention) and `mlp`."""
+    activation: GateActivation = "silu"
+    """Of the MLP's gate."""
+    embedding_scale: float = 1.0
+    """Factor of the embedded tokens, rounded to their dtype."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+    logit_soft_cap: float | None = None
+    """Bound c of the logits x, which become c tanh(x / c)."""
+    attention_scale: float | None = None
+    """Factor of the attention scores. Default: 1 / sqrt(head size)."""
+    attention_soft_cap: float | None = None
+    """Bound of the attention scores, as for logits."""
 
 
 class LinearRopeScaling(Section):
@@ -72,6 +111,11 @@ class DecoderConfig(ModelConfig):
     fuse_gate_up: bool = True
     """Store gate and up projections as one matrix."""
 
+    @property
+    def style(self) -> DecoderStyle:
+        """How the blocks of this family differ from Llama's."""
+        return DecoderStyle()
+
     @model_validator(mode="after")
     def _check_head_sizes(self) -> Self:
         if self.heads % self.num_kv_heads:
@@ -83,21 +127,22 @@ class DecoderConfig(ModelConfig):
         return self
 
 
-def decoder_blueprint(
-    c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = False, mlp_specs: Sequence[ParamSpec] | None = None
-) -> Blueprint:
-    """The parameters of a decoder; `qkv_bias` adds biases to q, k and v, `qk_norm` norms of the heads of q and k.
-    `mlp_specs` replace the parameters of the MLP."""
-    D, V, tied, layer = c.hidden, c.vocab, c.tie_embeddings, "layers.*."
+def decoder_blueprint(c: DecoderConfig, mlp_specs: Sequence[ParamSpec] | None = None) -> Blueprint:
+    """The parameters of a decoder; `mlp_specs` replace those of the MLP."""
+    D, V, tied = c.hidden, c.vocab, c.tie_embeddings
     head = ParamSpec("output.weight", (V, D), 0, (), "last", c.init_std, flops_tokens="tokens", padded=True)
+    before, after = (
+        [spec for name in names if name in c.style.norms for spec in norm_specs(c, f"layers.*.{name}")]
+        for names in (("attention_norm", "attention_output_norm"), ("mlp_norm", "mlp_output_norm"))
+    )
     return Blueprint(
         (
             ParamSpec("embedding.weight", (V, D), 0, (), "both" if tied else "first", c.init_std, padded=True),
-            ParamSpec(f"{layer}attention_norm.weight", (D,), init_value=1.0),
-            *attention_specs(c, qkv_bias, qk_norm),
-            ParamSpec(f"{layer}mlp_norm.weight", (D,), init_value=1.0),
+            *before,
+            *attention_specs(c),
+            *after,
             *(gated_mlp_specs(c, c.ffn) if mlp_specs is None else mlp_specs),
-            ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
+            *(replace(spec, pipeline_stage="last") for spec in norm_specs(c, "norm")),
             *([] if tied else [head]),
         ),
         c.layers,
@@ -105,31 +150,47 @@ def decoder_blueprint(
     )
 
 
-def attention_specs(c: DecoderConfig, qkv_bias: bool, qk_norm: bool) -> list[ParamSpec]:
-    layer, Q, KV = "layers.*.attention.", c.heads * c.head_size, c.num_kv_heads * c.head_size
+def norm_specs(c: DecoderConfig, name: str) -> list[ParamSpec]:
+    """The parameters of a norm of the hidden states."""
+    weight = ParamSpec(f"{name}.weight", (c.hidden,), init_value=0.0 if c.style.norm == "rms_plus_one" else 1.0)
+    return [weight, ParamSpec(f"{name}.bias", (c.hidden,))] if c.style.norm == "layer_bias" else [weight]
+
+
+def attention_specs(c: DecoderConfig) -> list[ParamSpec]:
+    layer, style, Q, KV = "layers.*.attention.", c.style, c.heads * c.head_size, c.num_kv_heads * c.head_size
     sizes = (("q", Q, c.heads), ("k", KV, c.num_kv_heads), ("v", KV, c.num_kv_heads))
 
     def parts(kind: str) -> tuple[FusedPart, ...]:
         return tuple(FusedPart(f"{layer}{name}.{kind}", size, units) for name, size, units in sizes)
 
-    def head_norm(name: str) -> ParamSpec:
+    def qk_norm(name: str, size: int, units: int) -> ParamSpec:
         """Each tensor-parallel rank normalizes its own heads."""
-        return ParamSpec(f"{layer}{name}_norm.weight", (c.head_size,), init_value=1.0, tp_gradient="partial")
+        name, value = f"{layer}{name}_norm.weight", 0.0 if style.norm == "rms_plus_one" else 1.0
+        if style.qk_norm == "all":
+            return ParamSpec(name, (size,), 0, (FusedPart(name, size, units),), init_value=value)
+        return ParamSpec(name, (c.head_size,), init_value=value, tp_gradient="partial")
 
     return [
         *column_parallel_specs(f"{layer}qkv.weight", parts("weight"), (c.hidden,), c.fuse_qkv, c.init_std),
-        *(column_parallel_specs(f"{layer}qkv.bias", parts("bias"), (), c.fuse_qkv) if qkv_bias else ()),
-        *(map(head_norm, ("q", "k")) if qk_norm else ()),
+        *(column_parallel_specs(f"{layer}qkv.bias", parts("bias"), (), c.fuse_qkv) if "qkv" in style.biases else ()),
+        *(itertools.starmap(qk_norm, sizes[:2]) if style.qk_norm else ()),
         ParamSpec(f"{layer}output.weight", (c.hidden, Q), 1, init_std=c.output_init_std, flops_tokens="tokens"),
+        *([ParamSpec(f"{layer}output.bias", (c.hidden,))] if "output" in style.biases else []),
     ]
 
 
-def gated_mlp_specs(c: DecoderConfig, ffn: int) -> list[ParamSpec]:
+def gated_mlp_specs(c: DecoderConfig, ffn: int, name: str = "layers.*.mlp.") -> list[ParamSpec]:
     """The parameters of an MLP with a gate and this intermediate size."""
-    layer = "layers.*.mlp."
-    gate_up = tuple(FusedPart(f"{layer}{name}.weight", ffn, ffn) for name in ("gate", "up"))
-    down = ParamSpec(f"{layer}down.weight", (c.hidden, ffn), 1, init_std=c.output_init_std, flops_tokens="tokens")
-    return [*column_parallel_specs(f"{layer}gate_up.weight", gate_up, (c.hidden,), c.fuse_gate_up, c.init_std), down]
+
+    def gate_up(kind: str) -> tuple[FusedPart, ...]:
+        return tuple(FusedPart(f"{name}{part}.{kind}", ffn, ffn) for part in ("gate", "up"))
+
+    down = ParamSpec(f"{name}down.weight", (c.hidden, ffn), 1, init_std=c.output_init_std, flops_tokens="tokens")
+    weights = column_parallel_specs(f"{name}gate_up.weight", gate_up("weight"), (c.hidden,), c.fuse_gate_up, c.init_std)
+    if "mlp" not in c.style.biases:
+        return [*weights, down]
+    biases = column_parallel_specs(f"{name}gate_up.bias", gate_up("bias"), (), c.fuse_gate_up)
+    return [*weights, *biases, down, ParamSpec(f"{name}down.bias", (c.hidden,))]
 
 
 DECODER_HF_KEYS = {
@@ -163,24 +224,28 @@ def decoder_hf_keys(**defaults: object) -> HfKeys:
     return {key: (hf_key, defaults.get(key, REQUIRED)) for key, hf_key in DECODER_HF_KEYS.items()}
 
 
-def decoder_hf_names(
-    c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = False, mlp: Mapping[str, HfTensor] | None = None
-) -> HfNameMap:
+def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None) -> HfNameMap:
     """Names of a decoder; `mlp` replaces those of the MLP."""
-    ours, hf = "layers.*.", "model.layers.*."
+    ours, hf, style = "layers.*.", "model.layers.*.", c.style
+    attention, of_hf = f"{ours}attention.", f"{hf}self_attn."
+
+    def kinds(biased: str) -> tuple[str, ...]:
+        return ("weight", "bias") if biased in style.biases else ("weight",)
+
+    gated_mlp = {
+        f"{ours}mlp.{x}.{kind}": HfTensor(f"{hf}mlp.{x}_proj.{kind}")
+        for kind in kinds("mlp")
+        for x in ("gate", "up", "down")
+    }
+    of_norms = ("weight", "bias") if style.norm == "layer_bias" else ("weight",)
     table = {
         "embedding.weight": HfTensor("model.embed_tokens.weight"),
-        f"{ours}attention_norm.weight": HfTensor(f"{hf}input_layernorm.weight"),
-        **{
-            f"{ours}attention.{x}.{kind}": HfTensor(f"{hf}self_attn.{x}_proj.{kind}")
-            for kind in ("weight", *(["bias"] if qkv_bias else []))
-            for x in "qkv"
-        },
-        **{f"{ours}attention.{x}_norm.weight": HfTensor(f"{hf}self_attn.{x}_norm.weight") for x in "qk" if qk_norm},
-        f"{ours}attention.output.weight": HfTensor(f"{hf}self_attn.o_proj.weight"),
-        f"{ours}mlp_norm.weight": HfTensor(f"{hf}post_attention_layernorm.weight"),
-        **(mlp or {f"{ours}mlp.{x}.weight": HfTensor(f"{hf}mlp.{x}_proj.weight") for x in ("gate", "up", "down")}),
-        "norm.weight": HfTensor("model.norm.weight"),
+        **{f"{ours}{x}.{kind}": HfTensor(f"{hf}{name}.{kind}") for x, name in style.norms.items() for kind in of_norms},
+        **{f"{attention}{x}.{kind}": HfTensor(f"{of_hf}{x}_proj.{kind}") for kind in kinds("qkv") for x in "qkv"},
+        **{f"{attention}{x}_norm.weight": HfTensor(f"{of_hf}{x}_norm.weight") for x in "qk" if style.qk_norm},
+        **{f"{attention}output.{kind}": HfTensor(f"{of_hf}o_proj.{kind}") for kind in kinds("output")},
+        **(gated_mlp if mlp is None else mlp),
+        **{f"norm.{kind}": HfTensor(f"model.norm.{kind}") for kind in of_norms},
     }
     if c.tie_embeddings:
         return HfNameMap(table, {"lm_head.weight": "model.embed_tokens.weight"})

@@ -55,7 +55,7 @@ class MoeConfig(DecoderConfig):
         return self
 
 
-def moe_blueprint(c: MoeConfig, qk_norm: bool = False, dense_mlp_specs: Iterable[ParamSpec] = ()) -> Blueprint:
+def moe_blueprint(c: MoeConfig, dense_mlp_specs: Iterable[ParamSpec] = ()) -> Blueprint:
     """The parameters of a decoder with a mixture of experts; `dense_mlp_specs` are those of the layers without."""
     layer, expert = "layers.*.mlp.", "layers.*.mlp.experts."
     names = [f"{expert}{index}.{name}.weight" for index in range(c.experts) for name in ("gate", "up")]
@@ -78,7 +78,7 @@ def moe_blueprint(c: MoeConfig, qk_norm: bool = False, dense_mlp_specs: Iterable
     )
     dense_layers = set(range(c.layers)).difference(c.expert_layers)
     mlp_specs = [*for_layers(dense_layers, dense_mlp_specs), *for_layers(c.expert_layers, mlp)]
-    return decoder_blueprint(c, qk_norm=qk_norm, mlp_specs=mlp_specs)
+    return decoder_blueprint(c, mlp_specs)
 
 
 def moe_layer_names(c: MoeConfig) -> dict[str, str]:

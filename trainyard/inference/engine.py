@@ -295,8 +295,7 @@ class Engine:
     def _logits(self, x_B1D: Tensor) -> Tensor:
         """Logits of one token per row, [B, V], equal on all ranks."""
         output = self.model.head(x_B1D, {})
-        logits = self.kernels.linear(output.hidden_for_head(), output.weight, output.bias)
-        return output.gather_vocab(logits)[:, 0]
+        return output.logits_of(output.hidden_for_head(), self.kernels.linear)[:, 0]
 
 
 def _guards_to_keep(guards: Sequence[Any]) -> list[bool]:

@@ -70,10 +70,10 @@ class Kernels:
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the residual x + y (x if y is None) and its RMS norm."""
         x = x if y is None else x + y
-        return x, F.rms_norm(x, weight.shape, weight, eps)
+        return x, rms_norm(x, weight, eps)
 
     def add_layer_norm(
-        self, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+        self, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
         dropout: DropoutRng | None, post_norm: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (residual, normed). Pre-norm: residual = x + dropout(y + y_bias) (x if y is None). `post_norm`:
@@ -116,7 +116,7 @@ class Kernels:
         """`rope` after an RMSNorm of each head of q and k."""
         x = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
         q, k, v = torch.split(x, [heads, kv_heads, kv_heads], 2)
-        q, k = (F.rms_norm(y, w.shape, w, eps) for y, w in ((q, q_weight), (k, k_weight)))
+        q, k = (rms_norm(y, w, eps) for y, w in ((q, q_weight), (k, k_weight)))
         return self.rope(torch.cat((q, k, v), 2).flatten(2), cos, sin, heads, kv_heads)
 
     def sum_rows(self, x: Tensor, index: Tensor, weight: Tensor | None) -> Tensor:
@@ -148,6 +148,13 @@ class Kernels:
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         """The most likely token of each row of [M, V], int64."""
         return logits.argmax(-1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In the dtype of x, which a weight in fp32 multiplies before it is rounded."""
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def row_dropout(x: Tensor, dropout: DropoutRng) -> Tensor:
@@ -182,7 +189,7 @@ def skinny_linear(
 ) -> Tensor:  # fmt: skip
     """activation(rms_norm(x) W^T + bias) + residual. Without `norm_weight`, x is multiplied as it is. SwiGLU halves the
     columns."""
-    x = x if norm_weight is None else F.rms_norm(x, norm_weight.shape, norm_weight, eps)
+    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
     y = F.linear(x, weight, bias)
     if activation == "swiglu":
         gate, up = y.chunk(2, -1)

@@ -143,10 +143,11 @@ class TransformerStage(nn.Module):
         bias: Tensor | None = None,
         next_sentence: Tensor | None = None,
         tokens_sharded: bool = False,
+        soft_cap: float | None = None,
     ) -> ModelOutput:
         """A ModelOutput for this rank's rows of the vocabulary."""
         ranks = (self.tp, self.tp_rank, projection.vocab_start, self.vocab_size)
-        return ModelOutput(hidden, projection.weight, bias, next_sentence, *ranks, tokens_sharded, self.cp)
+        return ModelOutput(hidden, projection.weight, bias, next_sentence, *ranks, tokens_sharded, self.cp, soft_cap)
 
     def token_positions(self, batch: Batch) -> Tensor:
         """Global positions of this rank's tokens in their sequence: [T], or [1, N] for a packed batch."""

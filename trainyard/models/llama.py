@@ -12,11 +12,12 @@ from trainyard.families.blueprint import layer_index
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.layers import SwiGLU, rope_frequencies
+from trainyard.models.layers import GatedActivation, Linear, ResidualSum, RMSNorm, rope_frequencies
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
+from trainyard.parallel.tensor_parallel import TensorAxis
 
 
 class LlamaAttention(Recomputable):
@@ -24,11 +25,19 @@ class LlamaAttention(Recomputable):
 
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
-        self.tp, self.kernels = make.tp, make.kernels
+        self.tp, self.kernels, style = make.tp, make.kernels, c.style
         first, end = head_range(c.num_kv_heads, self.tp.size, self.tp.rank)
         self.local_heads = (c.heads // self.tp.size, end - first)
         self.qkv_linears = make.linears(self, name, ["qkv"] if c.fuse_qkv else ["q", "k", "v"])
-        self.q_norm, self.k_norm = (make.optional_rms_norm(f"{name}.{x}_norm", c.norm_eps) for x in "qk")
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        self.norms_all_heads = style.qk_norm == "all"
+        if self.norms_all_heads:
+            self.q_norm, self.k_norm = (make.norm_of_all_heads(f"{name}.{x}_norm", c.norm_eps) for x in "qk")
+        elif style.qk_norm:
+            self.q_norm, self.k_norm = (
+                make.rms_norm(f"{name}.{x}_norm", c.norm_eps, style.norm == "rms_plus_one") for x in "qk"
+            )
         layer = layer_index(name)
         assert layer is not None
         window = c.attention_window(layer)
@@ -38,14 +47,23 @@ class LlamaAttention(Recomputable):
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
-        if self.q_norm and self.k_norm:
+        if self.norms_all_heads:
+            qkv = self._norm_all_heads(qkv, cos_TK.shape[-1])
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(
-                qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_TK, sin_TK, *self.local_heads
+                qkv, self.q_norm.factor, self.k_norm.factor, self.q_norm.eps, cos_TK, sin_TK, *self.local_heads
             )
         else:
             q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
-        return self.tp.reduce_output(self.output(y_BHTK.transpose(1, 2).flatten(2)))
+        return reduce_output(self.tp, self.output, y_BHTK.transpose(1, 2).flatten(2))
+
+    def _norm_all_heads(self, qkv: Tensor, head_size: int) -> Tensor:
+        assert self.q_norm
+        assert self.k_norm
+        heads, kv_heads = self.local_heads
+        q, k, v = torch.split(qkv, [heads * head_size, kv_heads * head_size, kv_heads * head_size], -1)
+        return torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
 
 
 class LlamaMLP(Recomputable):
@@ -55,31 +73,51 @@ class LlamaMLP(Recomputable):
         super().__init__()
         self.tp = make.tp
         self.gate_up_linears = make.linears(self, name, ["gate_up"] if c.fuse_gate_up else ["gate", "up"])
-        self.activation = SwiGLU(make.kernels)
+        self.activation = GatedActivation(c.style.activation, make.kernels)
         self.down = make.linear(f"{name}.down")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         projections = self.tp.column_parallel(x_BTD, *self.gate_up_linears, keep_gathered=self.keep_gathered)
         gate_up = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
-        return self.tp.reduce_output(self.down(self.activation(gate_up)))
+        return reduce_output(self.tp, self.down, self.activation(gate_up))
+
+
+def reduce_output(tp: TensorAxis, linear: Linear, x: Tensor) -> Tensor:
+    """A row-parallel layer: all ranks' sum, and its bias once."""
+    if linear.bias is None:
+        return tp.reduce_output(linear(x))
+    return tp.reduce_output(linear.matmul(x)) + linear.bias
 
 
 class LlamaBlock(nn.Module):
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
-        self.attention_norm = make.rms_norm(f"{name}.attention_norm", c.norm_eps)
+        self.residual_scale, self.parallel = c.style.residual_scale, c.style.parallel
+        self.attention_norm = make.decoder_norm(f"{name}.attention_norm", c) or ResidualSum()
         self.attention = LlamaAttention(c, make, f"{name}.attention")
-        self.mlp_norm = make.rms_norm(f"{name}.mlp_norm", c.norm_eps)
+        self.attention_output_norm = make.decoder_norm(f"{name}.attention_output_norm", c)
+        self.mlp_norm = make.decoder_norm(f"{name}.mlp_norm", c) or ResidualSum()
         self.mlp: nn.Module
         if isinstance(c, MoeConfig) and f"{name}.mlp.router.weight" in make.blueprint:
             self.mlp = MoeMLP(c, make, f"{name}.mlp")
         else:
             self.mlp = LlamaMLP(c, make, f"{name}.mlp")
+        self.mlp_output_norm = make.decoder_norm(f"{name}.mlp_output_norm", c)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)
-        x_BTD, y_BTD = self.mlp_norm(x_BTD, self.attention(y_BTD, cos_TK, sin_TK, documents_BT))
-        return x_BTD + self.mlp(y_BTD)
+        z_BTD = self._output(self.attention(y_BTD, cos_TK, sin_TK, documents_BT), self.attention_output_norm)
+        if self.parallel:
+            mlp_input = y_BTD if isinstance(self.mlp_norm, ResidualSum) else self.mlp_norm(x_BTD)[1]
+            return x_BTD + z_BTD + self._output(self.mlp(mlp_input), self.mlp_output_norm)
+        x_BTD, y_BTD = self.mlp_norm(x_BTD, z_BTD)
+        return x_BTD + self._output(self.mlp(y_BTD), self.mlp_output_norm)
+
+    def _output(self, y_BTD: Tensor, norm: nn.Module | None) -> Tensor:
+        """The output of attention or MLP as it is added to the residual."""
+        if norm is not None:
+            y_BTD = norm(y_BTD)[1]
+        return y_BTD if self.residual_scale == 1 else y_BTD * self.residual_scale
 
 
 class Llama(TransformerStage):
@@ -87,10 +125,10 @@ class Llama(TransformerStage):
 
     def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
-        self.kernels = make.kernels
+        self.kernels, self.style = make.kernels, c.style
         self.embedding = make.vocab_embedding("embedding")
         self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
-        self.norm = make.rms_norm("norm", c.norm_eps)
+        self.norm = make.decoder_norm("norm", c)
         self.output = make.head(self, c.tie_embeddings)
         self.register_buffer("frequency", torch.cat([rope_frequencies(c)] * 2), persistent=False)
 
@@ -99,7 +137,14 @@ class Llama(TransformerStage):
         return *self.kernels.rope_angles(position, self.frequency), batch.get("document_ids")
 
     def embed(self, batch: Batch, *block_inputs: Tensor | None) -> Tensor:
-        return self.embed_tokens(batch)
+        x_BTD = self.embed_tokens(batch)
+        scale = self.style.embedding_scale
+        return x_BTD if scale == 1 else x_BTD * torch.tensor(scale, dtype=x_BTD.dtype)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
-        return self.make_output(self.norm(x_BTD)[1], self.output, tokens_sharded=self.tp.sequence_parallel)
+        assert self.norm
+        x_BTD = self.norm(x_BTD)[1]
+        if self.style.logit_scale != 1:
+            x_BTD = x_BTD * self.style.logit_scale
+        cap, sharded = self.style.logit_soft_cap, self.tp.sequence_parallel
+        return self.make_output(x_BTD, self.output, tokens_sharded=sharded, soft_cap=cap)

@@ -10,6 +10,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.section import Section
 from trainyard.core.user_code import load_object
 from trainyard.families.blueprint import SCORE_HEAD, Blueprint, layer_index
+from trainyard.families.decoder import DecoderConfig
 from trainyard.families.linear_wrapper import LinearWrapper
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
@@ -21,6 +22,7 @@ from trainyard.models.layers import (
     Linear,
     OutputProjection,
     RMSNorm,
+    RMSNormOfAllHeads,
     VocabEmbedding,
 )
 from trainyard.parallel.axes import Axes
@@ -101,16 +103,26 @@ class ModuleFactory:
             return model.score
         return model.embedding if tied else self.output_projection("output")  # type: ignore[return-value]
 
-    def rms_norm(self, name: str, eps: float) -> RMSNorm:
-        return RMSNorm(self.parameter(f"{name}.weight"), eps, self.kernels)
+    def rms_norm(self, name: str, eps: float, plus_one: bool = False) -> RMSNorm:
+        return RMSNorm(self.parameter(f"{name}.weight"), eps, self.kernels, plus_one)
 
-    def optional_rms_norm(self, name: str, eps: float) -> RMSNorm | None:
-        """The norm, if the blueprint has it."""
-        return self.rms_norm(name, eps) if f"{name}.weight" in self.blueprint else None
+    def decoder_norm(self, name: str, c: DecoderConfig) -> RMSNorm | LayerNorm | None:
+        """The norm of the family's kind, if the blueprint has it."""
+        if f"{name}.weight" not in self.blueprint:
+            return None
+        if c.style.norm in ("rms", "rms_plus_one"):
+            return self.rms_norm(name, c.norm_eps, c.style.norm == "rms_plus_one")
+        return self.layer_norm(name, c.norm_eps)
+
+    def norm_of_all_heads(self, name: str, eps: float) -> RMSNormOfAllHeads:
+        """An RMSNorm over the heads of all tensor-parallel ranks."""
+        name = f"{name}.weight"
+        (width,), copies = self.blueprint.spec(name).shape, self.blueprint.replication(name, self.shard)[0]
+        return RMSNormOfAllHeads(self.parameter(name), eps, self.tp, width, copies)
 
     def layer_norm(self, name: str, eps: float, post_norm: bool = False) -> LayerNorm:
-        weight, bias = self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias")
-        return LayerNorm(weight, bias, eps, self.kernels, post_norm)
+        bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
+        return LayerNorm(self.parameter(f"{name}.weight"), bias, eps, self.kernels, post_norm)
 
     def dropout(self, p: float, site: str) -> Dropout:
         return Dropout(p, site, self.kernels)

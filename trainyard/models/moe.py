@@ -16,7 +16,7 @@ from trainyard.families.moe import MoeConfig
 from trainyard.kernels.grouped_linear import grouped_linear
 from trainyard.kernels.reference import Kernels
 from trainyard.models.expert_slots import assign_slots
-from trainyard.models.layers import SwiGLU
+from trainyard.models.layers import GatedActivation
 from trainyard.models.lora import add_expert_adapters
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
@@ -37,7 +37,7 @@ class MoeMLP(Recomputable):
         self.router = make.parameters(f"{name}.router", ["weight", "bias"] if c.router_bias else ["weight"])
         self.experts = make.parameters(f"{name}.experts", ["gate_up", "down"])
         self.update_scale = add_expert_adapters(self.experts, make, f"{name}.experts")
-        self.kernels, self.activation = make.kernels, SwiGLU(make.kernels)
+        self.kernels, self.activation = make.kernels, GatedActivation(c.style.activation, make.kernels)
         self.register_buffer("pair_counts", torch.zeros(c.experts), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
         self.has_grouped_gemm = True

@@ -1,7 +1,9 @@
 """ModelOutput: hidden states and the output matrix, from which a loss computes logits chunk by chunk."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,6 +31,8 @@ class ModelOutput:
     tokens_sharded: bool = False
     cp: ContextAxis = field(default_factory=ContextAxis)
     """Ranks that hold other tokens of the same samples."""
+    soft_cap: float | None = None
+    """Bound c of the logits x, which are c tanh(x / c)."""
 
     @property
     def hidden(self) -> Tensor:
@@ -44,15 +48,23 @@ class ModelOutput:
 
     def logits(self) -> Tensor:
         """All logits at once, [..., V]: convenient for a custom loss, large for a big vocabulary."""
-        return self.gather_vocab(F.linear(self.hidden_for_head(), self.weight, self.bias))
+        return self.logits_of(self.hidden_for_head())
+
+    def logits_of(self, hidden: Tensor, linear: Callable[..., Tensor] = F.linear) -> Tensor:
+        """The logits [..., V] of hidden states that `hidden_for_head` returned."""
+        logits = linear(hidden, self.weight, self.bias)
+        if self.soft_cap is not None:
+            logits = (self.soft_cap * torch.tanh(logits.float() / self.soft_cap)).to(logits.dtype)
+        return self._gather_vocab(logits)
 
     def at_temperature(self, temperature: float) -> "ModelOutput":
         """The output whose logits are divided by `temperature`."""
         if temperature == 1:
             return self
         bias = None if self.bias is None else self.bias / temperature
-        return replace(self, local_hidden=self.local_hidden / temperature, bias=bias)
+        cap = None if self.soft_cap is None else self.soft_cap / temperature
+        return replace(self, local_hidden=self.local_hidden / temperature, bias=bias, soft_cap=cap)
 
-    def gather_vocab(self, logits: Tensor) -> Tensor:
+    def _gather_vocab(self, logits: Tensor) -> Tensor:
         """[..., V] logits of all ranks, without padding, from those of this rank's rows of the output projection."""
         return self.tp.gather_last_dim(logits, self.tp_rank)[..., : self.vocab_size]

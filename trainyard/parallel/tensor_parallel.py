@@ -114,6 +114,10 @@ class TensorAxis:
         """The identity in forward, on an x that is equal on all ranks; backward sums the gradients of all ranks."""
         return self._collective(x, "identity", "all_reduce")
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over ranks of what each computed from its heads. Backward sums the gradients of all ranks, too."""
+        return self._collective(x, "all_reduce", "all_reduce")
+
     def gather_tokens(self, x: Tensor, rank: Tensor | None) -> Tensor:
         """Every token on every rank, for work that all ranks repeat: backward takes the tokens of `rank`."""
         return self._gather_repeated(x, rank, TOKEN_DIM) if self.sequence_parallel else x

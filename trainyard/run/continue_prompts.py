@@ -8,7 +8,6 @@ no KV cache; `trainyard generate` has one.
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.config.data_schema import DataSection
@@ -128,8 +127,7 @@ def last_logits(output: ModelOutput, labels: Tensor, cp: Group) -> Tensor:
     row = torch.arange(len(labels), device=labels.device)
     hidden = output.hidden[row, is_last.int().argmax(1)]
     hidden = cp.all_reduce_sum(torch.where(is_last.any(1)[:, None], hidden, 0.0))  # zeros from all ranks but one
-    logits = F.linear(hidden, output.weight, output.bias)
-    return output.gather_vocab(logits).float()
+    return output.logits_of(hidden).float()
 
 
 def _decides(mesh: Mesh) -> bool:

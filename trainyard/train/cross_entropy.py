@@ -222,6 +222,13 @@ def invariant_chunk_loss(
     return loss[:, 0]
 
 
+def soft_cap_(logits: Tensor, cap: float) -> Tensor:
+    """Overwrite logits x with cap tanh(x / cap) and return the derivative, fp32."""
+    tanh = (logits.float() / cap).tanh_()
+    logits.copy_(tanh * cap)
+    return tanh.square_().neg_().add_(1)
+
+
 def pad_rows(x: Tensor, count: int) -> Tensor:
     """`x` with `count` rows of zeros appended."""
     return torch.cat((x, x.new_zeros(count, *x.shape[1:])))
@@ -256,9 +263,12 @@ class _Chunks(NamedTuple):
             h, y = hidden[tokens], self.labels[tokens]
             logits = buffer[: len(h)]
             head.logits(h, logits)
+            slope = None if self.output.soft_cap is None else soft_cap_(logits, self.output.soft_cap)
             of_chunk = None if weights is None else weights[tokens]
             loss = self.loss(logits[:, :vocab], y, self.output, of_chunk, gradients is not None)
             if gradients:
+                if slope is not None:
+                    logits.mul_(slope)
                 if padding:
                     logits[:, vocab:].zero_()
                 head.backward(logits, h, gradients.hidden[tokens], gradients.weight)

@@ -34,7 +34,7 @@ def hf_names(c: MixtralConfig) -> HfNameMap:
         ours: HfTensor(f"{layer}experts.{key.split('.')[0]}.{HF_MATRICES[key.split('.')[1]]}.weight")
         for key, ours in moe_layer_names(c).items()
     }
-    return decoder_hf_names(c, mlp={"layers.*.mlp.router.weight": HfTensor(f"{layer}gate.weight"), **experts})
+    return decoder_hf_names(c, {"layers.*.mlp.router.weight": HfTensor(f"{layer}gate.weight"), **experts})
 
 
 FAMILY = Family(

@@ -1,17 +1,16 @@
 """Qwen2 and Qwen2.5: Llama's block with biases on q, k and v."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from trainyard.families.decoder import (
     DECODER_MODULE,
     ROPE_HF_KEYS,
     DecoderConfig,
+    DecoderStyle,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
-    decoder_hf_names,
     read_default_head_dim,
     read_rope,
 )
@@ -23,6 +22,10 @@ WINDOW_KEYS = ("sliding_window", "max_window_layers", "layer_types")
 
 class Qwen2Config(DecoderConfig):
     """Qwen2 and Qwen2.5: RMSNorm, RoPE, grouped-query attention with biases on q, k and v, SwiGLU."""
+
+    @property
+    def style(self) -> DecoderStyle:
+        return DecoderStyle(biases=("qkv",))
 
 
 def read_full_attention(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,12 +39,11 @@ FAMILY = Family(
     name="qwen2",
     config_class=Qwen2Config,
     module=DECODER_MODULE,
-    blueprint=partial(decoder_blueprint, qkv_bias=True),
+    blueprint=decoder_blueprint,
     hf=decoder_hf_format(
         "qwen2",
         "Qwen2ForCausalLM",
         keys=decoder_hf_keys(kv_heads=32, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
-        names=partial(decoder_hf_names, qkv_bias=True),
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
         ignored=(*ROPE_HF_KEYS, *WINDOW_KEYS),
         read=lambda data: {**read_full_attention(data), **read_default_head_dim(data)},

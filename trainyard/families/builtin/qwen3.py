@@ -1,7 +1,5 @@
 """Qwen3: Llama's block with an RMSNorm of each head of q and k, and a head size of its own."""
 
-from functools import partial
-
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
@@ -10,10 +8,10 @@ from trainyard.families.decoder import (
     DECODER_MODULE,
     ROPE_HF_KEYS,
     DecoderConfig,
+    DecoderStyle,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
-    decoder_hf_names,
 )
 from trainyard.families.family import Family
 
@@ -26,17 +24,20 @@ class Qwen3Config(DecoderConfig):
     norm_eps: float = Field(1e-6, gt=0)
     """Epsilon added to the mean square in RMSNorm."""
 
+    @property
+    def style(self) -> DecoderStyle:
+        return DecoderStyle(qk_norm="heads")
+
 
 FAMILY = Family(
     name="qwen3",
     config_class=Qwen3Config,
     module=DECODER_MODULE,
-    blueprint=partial(decoder_blueprint, qk_norm=True),
+    blueprint=decoder_blueprint,
     hf=decoder_hf_format(
         "qwen3",
         "Qwen3ForCausalLM",
         keys=decoder_hf_keys(kv_heads=32, head_dim=128, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
-        names=partial(decoder_hf_names, qk_norm=True),
         fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False},
         ignored=(*ROPE_HF_KEYS, *WINDOW_KEYS),
         read=read_full_attention,

@@ -1,7 +1,6 @@
 """Qwen3 with a mixture of experts: Qwen3's attention, many small experts."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -11,6 +10,7 @@ from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import (
     DECODER_MODULE,
     ROPE_HF_KEYS,
+    DecoderStyle,
     decoder_hf_format,
     decoder_hf_keys,
     decoder_hf_names,
@@ -31,12 +31,16 @@ class Qwen3MoeConfig(MoeConfig):
     norm_eps: float = Field(1e-6, gt=0)
     """Epsilon added to the mean square in RMSNorm."""
 
+    @property
+    def style(self) -> DecoderStyle:
+        return DecoderStyle(qk_norm="heads")
+
 
 def hf_names(c: Qwen3MoeConfig) -> HfNameMap:
     layer = "model.layers.*.mlp."
     experts = {ours: HfTensor(f"{layer}experts.{key}_proj.weight") for key, ours in moe_layer_names(c).items()}
     mlp = {"layers.*.mlp.router.weight": HfTensor(f"{layer}gate.weight"), **experts}
-    return decoder_hf_names(c, qk_norm=True, mlp=mlp)
+    return decoder_hf_names(c, mlp)
 
 
 def read(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +53,7 @@ FAMILY = Family(
     name="qwen3_moe",
     config_class=Qwen3MoeConfig,
     module=DECODER_MODULE,
-    blueprint=partial(moe_blueprint, qk_norm=True),
+    blueprint=moe_blueprint,
     hf=decoder_hf_format(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",

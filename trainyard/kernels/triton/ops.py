@@ -56,9 +56,11 @@ class TritonKernels(Kernels):
         return _AddRMSNorm.apply(x, y, weight, eps, self._wgrad_buffers(weight))  # type: ignore[no-untyped-call]
 
     def add_layer_norm(
-        self, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+        self, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
         dropout: DropoutRng | None, post_norm: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if bias is None:
+            return super().add_layer_norm(x, y, y_bias, weight, bias, eps, dropout, post_norm)
         buffers = self._wgrad_buffers(weight, bias, y_bias)
         return _AddLayerNorm.apply(x, y, y_bias, weight, bias, *_dropout_args(dropout), eps, post_norm, buffers)  # type: ignore[no-untyped-call]
 
@@ -157,7 +159,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
-        d_weight = _reduce_vector_grads(partial_sums, dx.dtype, ctx.buffers)
+        d_weight = _reduce_vector_grads(partial_sums, ctx.saved_tensors[1].dtype, ctx.buffers)
         return dx, dx if ctx.has_residual else None, *d_weight, None, None
 
 

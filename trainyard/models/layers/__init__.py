@@ -1,10 +1,10 @@
 """Layers that the model families share. Shapes: B batch, T tokens, D hidden, H heads, G kv heads, K head size."""
 
-from trainyard.models.layers.activation import BiasGelu, SwiGLU
+from trainyard.models.layers.activation import BiasGelu, GatedActivation
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
 from trainyard.models.layers.dropout import Dropout, add_uniform_noise, dropout_site, token_seeds
 from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding, rope_frequencies
-from trainyard.models.layers.norm import LayerNorm, RMSNorm
+from trainyard.models.layers.norm import LayerNorm, ResidualSum, RMSNorm, RMSNormOfAllHeads
 from trainyard.parallel.tensor_parallel import Linear
 
 __all__ = [
@@ -12,12 +12,14 @@ __all__ = [
     "CoreAttention",
     "Dropout",
     "Embedding",
+    "GatedActivation",
     "LayerNorm",
     "Linear",
     "OutputProjection",
     "PackedSequences",
     "RMSNorm",
-    "SwiGLU",
+    "RMSNormOfAllHeads",
+    "ResidualSum",
     "VocabEmbedding",
     "add_uniform_noise",
     "dropout_site",

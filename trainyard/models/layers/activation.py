@@ -1,7 +1,11 @@
 """The activations between the two matrices of an MLP."""
 
+from functools import partial
+
+import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.families.decoder import GateActivation
 from trainyard.kernels.reference import Kernels
 from trainyard.parallel.recompute import Recomputable
 
@@ -21,16 +25,21 @@ class BiasGelu(Recomputable):
         return self.drop_output(y, lambda: self.kernels.bias_gelu(x, bias, self.tanh))
 
 
-class SwiGLU(Recomputable):
-    """silu(gate) * up on the two halves of each row."""
+class GatedActivation(Recomputable):
+    """activation(gate) * up on the two halves of each row."""
 
     recompute_name = "activation"
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kind: GateActivation, kernels: Kernels) -> None:
         super().__init__()
-        self.kernels = kernels
-        self.saves_inputs_only = kernels.fused_wgrad
+        self.compute = kernels.swiglu if kind == "silu" else partial(gated_gelu, tanh=kind == "gelu_tanh")
+        self.saves_inputs_only = kernels.fused_wgrad and kind == "silu"
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        y = self.kernels.swiglu(gate_up)
-        return self.drop_output(y, lambda: self.kernels.swiglu(gate_up))
+        y = self.compute(gate_up)
+        return self.drop_output(y, lambda: self.compute(gate_up))
+
+
+def gated_gelu(gate_up: Tensor, tanh: bool) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh" if tanh else "none") * up

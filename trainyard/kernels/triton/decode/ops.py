@@ -36,7 +36,7 @@ class DecodeKernels(TritonKernels):
         return value_of(total), PendingNorm(value_of(total), weight, eps)
 
     def add_layer_norm(
-        self, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+        self, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
         dropout: DropoutRng | None, post_norm: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if dropout is None and y is not None:
