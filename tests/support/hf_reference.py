@@ -47,6 +47,18 @@ LLAMA31 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+NEXT = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,
+    "mlp_only_layers": [0, 1, 2, 3],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-gqa": ("llama", {"num_key_value_heads": 2}),
@@ -58,6 +70,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 7}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
+    "qwen3_next": ("qwen3_next", NEXT),
+    "qwen3_next-tied": ("qwen3_next", {**NEXT, "tie_word_embeddings": True, "full_attention_interval": 3}),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),

@@ -8,54 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.core.splits import head_range
 from trainyard.families.builtin.qwen3_next import Qwen3NextConfig
 from trainyard.kernels.gated_delta import causal_convolution
 from trainyard.kernels.reference import apply_rope
-from trainyard.models.layers import RMSNorm
 from trainyard.models.layers.gated_delta import DeltaRule
-from trainyard.models.llama import Llama, LlamaMLP
+from trainyard.models.llama import Llama, LlamaAttention, LlamaBlock, reduce_output
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
 
 
-class CenteredNorm(RMSNorm):
-    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.kernels.add_rms_norm(x, y, 1 + self.weight, self.eps)
-
-
-def centered_norm(c: Qwen3NextConfig, make: ModuleFactory, name: str) -> CenteredNorm:
-    return CenteredNorm(make.parameter(f"{name}.weight"), c.norm_eps, make.kernels)
-
-
-class GatedAttention(Recomputable):
+class GatedAttention(LlamaAttention):
     """Attention whose output is multiplied by the sigmoid of a gate, which each head has beside its query."""
-
-    recompute_name = "attention"
-
-    def __init__(self, c: Qwen3NextConfig, make: ModuleFactory, name: str) -> None:
-        super().__init__()
-        self.tp, self.head_size = make.tp, c.head_size
-        first, end = head_range(c.num_kv_heads, self.tp.size, self.tp.rank)
-        self.local_heads = (c.heads // self.tp.size, end - first)
-        self.qkv_linears = make.linears(self, name, ["qkv"] if c.fuse_qkv else ["q", "k", "v"])
-        self.q_norm, self.k_norm = (centered_norm(c, make, f"{name}.{x}_norm") for x in "qk")
-        self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name)
-        self.output = make.linear(f"{name}.output")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
-        (heads, kv_heads), size = self.local_heads, self.head_size
-        q, k, v = qkv.split([2 * heads * size, kv_heads * size, kv_heads * size], -1)
-        q, gate = q.unflatten(-1, (heads, 2 * size)).chunk(2, -1)
-        k, v = (x.unflatten(-1, (kv_heads, size)) for x in (k, v))
+        heads, kv_heads = self.local_heads
+        qg, k, v = qkv.unflatten(-1, (2 * (heads + kv_heads), -1)).split([2 * heads, kv_heads, kv_heads], 2)
+        q, gate = qg.unflatten(2, (heads, 2)).unbind(3)
         q, k = (
             rotate(norm(x.contiguous())[1].transpose(1, 2), cos_TK, sin_TK)
             for norm, x in ((self.q_norm, q), (self.k_norm, k))
         )
         y = self.core_attention(q, k, v.transpose(1, 2), documents_BT).transpose(1, 2)
-        return self.tp.reduce_output(self.output((y * gate.sigmoid()).flatten(2)))
+        return reduce_output(self.tp, self.output, (y * gate.sigmoid()).flatten(2))
 
 
 def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,9 +56,9 @@ class GatedDeltaNet(Recomputable):
         self.log_rate, self.rate_bias = (make.parameter(f"{name}.{x}") for x in ("log_rate", "rate_bias"))
         self.delta_rule = DeltaRule(self.groups, c.delta_key_dim, c.delta_value_dim)
         self.norm = make.rms_norm(f"{name}.norm", c.norm_eps)
-        self.output = make.linear(f"{name}.output")
+        self.out = make.linear(f"{name}.out")
 
-    def forward(self, x_BTD: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         qkvz, ba = self.tp.column_parallel(x_BTD, *self.projections, keep_gathered=self.keep_gathered)
         *qkv, z = qkvz.unflatten(-1, (self.groups, -1)).split(self.group_widths, -1)
         beta, step = (x.flatten(2).float() for x in ba.unflatten(-1, (self.groups, -1)).chunk(2, -1))
@@ -92,36 +68,23 @@ class GatedDeltaNet(Recomputable):
         y_BTHV = self.delta_rule(F.silu(x_BTC), g_BTH, beta.sigmoid(), documents_BT).to(qkvz.dtype)
         gate = F.silu(z.reshape(y_BTHV.shape).float())
         y_BTHV = (self.norm(y_BTHV)[1] * gate).to(qkvz.dtype)
-        return self.tp.reduce_output(self.output(y_BTHV.flatten(2)))
+        return self.tp.reduce_output(self.out(y_BTHV.flatten(2)))
 
 
-class Qwen3NextBlock(nn.Module):
-    def __init__(self, c: Qwen3NextConfig, make: ModuleFactory, name: str) -> None:
-        super().__init__()
-        self.attention_norm = centered_norm(c, make, f"{name}.attention_norm")
-        self.has_attention = f"{name}.attention.output.weight" in make.blueprint
-        if self.has_attention:
-            self.attention = GatedAttention(c, make, f"{name}.attention")
-        else:
-            self.delta = GatedDeltaNet(c, make, f"{name}.delta")
-        self.mlp_norm = centered_norm(c, make, f"{name}.mlp_norm")
-        self.mlp = LlamaMLP(c, make, f"{name}.mlp")
+def mixer(c: Qwen3NextConfig, make: ModuleFactory, name: str) -> nn.Module:
+    """What a block has in the place of attention."""
+    return GatedDeltaNet(c, make, name) if f"{name}.qkvz.weight" in make.blueprint else GatedAttention(c, make, name)
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
-        x_BTD, y_BTD = self.attention_norm(x_BTD)
-        if self.has_attention:
-            y_BTD = self.attention(y_BTD, cos_TK, sin_TK, documents_BT)
-        else:
-            y_BTD = self.delta(y_BTD, documents_BT)
-        x_BTD, y_BTD = self.mlp_norm(x_BTD, y_BTD)
-        return x_BTD + self.mlp(y_BTD)
+
+class Qwen3NextBlock(LlamaBlock):
+    attention_class = staticmethod(mixer)
 
 
 class Qwen3Next(Llama):
+    block_class = Qwen3NextBlock
+
     def __init__(self, c: Qwen3NextConfig, make: ModuleFactory) -> None:
         super().__init__(c, make)
-        self.layers = make.blocks(lambda name: Qwen3NextBlock(c, make, name))
-        self.norm = centered_norm(c, make, "norm")
         size = int(c.head_size * c.rotary_share)
         frequency = 1.0 / c.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         self.register_buffer("frequency", torch.cat([frequency] * 2), persistent=False)

@@ -11,6 +11,7 @@ from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_la
 from trainyard.families.decoder import (
     ROPE_HF_KEYS,
     DecoderConfig,
+    DecoderStyle,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
@@ -21,7 +22,9 @@ from trainyard.families.decoder import (
 from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.model_config import Recurrence
 
-ATTENTION, DELTA = "layers.*.attention.", "layers.*.delta."
+ATTENTION = "layers.*.attention."
+MIXER_KEYS = ("layer_types", "full_attention_interval", "partial_rotary_factor")
+"""Keys that `read` reads."""
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 
@@ -56,6 +59,10 @@ class Qwen3NextConfig(DecoderConfig):
         return self
 
     @property
+    def style(self) -> DecoderStyle:
+        return DecoderStyle(norm="rms_plus_one", qk_norm="heads")
+
+    @property
     def full_attention_layers(self) -> Collection[int]:
         text = self.attention_layers
         return range(3, self.layers, 4) if text is None else parse_layers(text, self.layers) if text else ()
@@ -80,25 +87,19 @@ class Qwen3NextConfig(DecoderConfig):
 
 
 def blueprint(c: Qwen3NextConfig) -> Blueprint:
-    table = decoder_blueprint(c, qk_norm=True)
+    table = decoder_blueprint(c)
+    first = next(index for index, spec in enumerate(table.specs) if spec.name.startswith(ATTENTION))
     attention = [_with_gate(spec) for spec in table.specs if spec.name.startswith(ATTENTION)]
-    first = table.specs.index(next(spec for spec in table.specs if spec.name.startswith(ATTENTION)))
     others = [spec for spec in table.specs if not spec.name.startswith(ATTENTION)]
     delta_layers = set(range(c.layers)).difference(c.full_attention_layers)
     mixers = [*for_layers(c.full_attention_layers, attention), *for_layers(delta_layers, delta_specs(c))]
-    specs = [*others[:first], *mixers, *others[first:]]
-    return replace(table, specs=tuple(_centered(spec) if "norm" in spec.name else spec for spec in specs))
+    return replace(table, specs=(*others[:first], *mixers, *others[first:]))
 
 
 def _with_gate(spec: ParamSpec) -> ParamSpec:
-    """Attention with a gate: in the rows of each head of q, as many for the gate follow those of the query."""
-    parts = tuple(replace(p, size=2 * p.size) if p.name.endswith(".q.weight") else p for p in spec.fused_parts)
+    """Attention with a gate: the rows of each head of q are those of its query and as many of its gate."""
+    parts = tuple(replace(part, size=2 * part.size) if ".q." in part.name else part for part in spec.fused_parts)
     return replace(spec, shape=(sum(p.size for p in parts), *spec.shape[1:]), fused_parts=parts) if parts else spec
-
-
-def _centered(spec: ParamSpec) -> ParamSpec:
-    """Norms multiply by 1 + weight, but those of delta nets by their weight."""
-    return spec if spec.name.startswith(DELTA) else replace(spec, init_value=0.0)
 
 
 def delta_specs(c: Qwen3NextConfig) -> list[ParamSpec]:
@@ -107,22 +108,22 @@ def delta_specs(c: Qwen3NextConfig) -> list[ParamSpec]:
     groups, channels, heads = c.delta_key_heads, c.delta_channels, c.delta_value_heads
 
     def projection(name: str, rows: int) -> ParamSpec:
-        parts = (FusedPart(f"{DELTA}{name}.weight", rows, groups),)
+        parts = (FusedPart(f"{ATTENTION}{name}.weight", rows, groups),)
         return ParamSpec(
-            f"{DELTA}{name}.weight", (rows, c.hidden), 0, parts, "block", c.init_std, flops_tokens="tokens"
+            f"{ATTENTION}{name}.weight", (rows, c.hidden), 0, parts, "block", c.init_std, flops_tokens="tokens"
         )
 
-    conv = tuple(FusedPart(f"{DELTA}conv.{name}.weight", size, groups) for name, size in channels.items())
+    conv = tuple(FusedPart(f"{ATTENTION}conv.{name}.weight", size, groups) for name, size in channels.items())
     conv_shape = (sum(channels.values()), 1, c.conv_width)
     return [
         projection("qkvz", sum(channels.values()) + channels["v"]),
         projection("ba", 2 * heads),
-        ParamSpec(f"{DELTA}conv.weight", conv_shape, 0, conv, "block", c.init_std),
-        ParamSpec(f"{DELTA}log_rate", (heads,), 0, init_log_range=(0.01, 16.0)),
-        ParamSpec(f"{DELTA}rate_bias", (heads,), 0, init_value=1.0),
-        ParamSpec(f"{DELTA}norm.weight", (c.delta_value_dim,), init_value=1.0, tp_gradient="partial"),
+        ParamSpec(f"{ATTENTION}conv.weight", conv_shape, 0, conv, "block", c.init_std),
+        ParamSpec(f"{ATTENTION}log_rate", (heads,), 0, init_log_range=(0.01, 16.0)),
+        ParamSpec(f"{ATTENTION}rate_bias", (heads,), 0, init_value=1.0),
+        ParamSpec(f"{ATTENTION}norm.weight", (c.delta_value_dim,), init_value=1.0, tp_gradient="partial"),
         ParamSpec(
-            f"{DELTA}output.weight", (c.hidden, channels["v"]), 1, (), "block", c.output_init_std, 0.0, None, "tokens"
+            f"{ATTENTION}out.weight", (c.hidden, channels["v"]), 1, (), "block", c.output_init_std, 0.0, None, "tokens"
         ),
     ]
 
@@ -134,13 +135,13 @@ DELTA_HF_NAMES = {
     "log_rate": "A_log",
     "rate_bias": "dt_bias",
     "norm.weight": "norm.weight",
-    "output.weight": "out_proj.weight",
+    "out.weight": "out_proj.weight",
 }
 
 
 def hf_names(c: Qwen3NextConfig) -> HfNameMap:
-    names = decoder_hf_names(c, qk_norm=True)
-    delta = {f"{DELTA}{ours}": HfTensor(f"model.layers.*.linear_attn.{hf}") for ours, hf in DELTA_HF_NAMES.items()}
+    names = decoder_hf_names(c)
+    delta = {f"{ATTENTION}{ours}": HfTensor(f"model.layers.*.linear_attn.{hf}") for ours, hf in DELTA_HF_NAMES.items()}
     return replace(names, table={**names.table, **delta})
 
 
@@ -184,11 +185,8 @@ FAMILY = Family(
         fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
         ignored=(
             *ROPE_HF_KEYS,
-            "layer_types",
-            "full_attention_interval",
-            "partial_rotary_factor",
-            "mlp_only_layers",
-            "num_experts",
+            *MIXER_KEYS,
+            *"decoder_sparse_step mlp_only_layers num_experts num_experts_per_tok norm_topk_prob router_aux_loss_coef moe_intermediate_size shared_expert_intermediate_size".split(),
         ),
         read=read,
         write=write,
