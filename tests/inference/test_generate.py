@@ -45,7 +45,7 @@ MODELS = {
     "deepseek": lambda: LlamaForCausalLM(
         LlamaConfig(**LLAMA | {"num_key_value_heads": 8}, rope_scaling={"rope_type": "linear", "factor": 4.0})
     ),
-    **{name: partial(hf_model, name, **LLAMA) for name in (*LLAMA_LIKE, *MOE_VARIANTS)},
+    **{name: partial(hf_model, name, **LLAMA) for name in (*LLAMA_LIKE, *MOE_VARIANTS, "qwen3_next")},
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=128)),
 }
 ADDED = ("single_word", "lstrip", "rstrip", "normalized")

@@ -59,6 +59,14 @@ NEXT = {
     "mlp_only_layers": [0, 1, 2, 3],
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
 }
+ODD_NEXT = {
+    "tie_word_embeddings": True,
+    "full_attention_interval": None,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-gqa": ("llama", {"num_key_value_heads": 2}),
@@ -71,7 +79,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
     "qwen3_next": ("qwen3_next", NEXT),
-    "qwen3_next-tied": ("qwen3_next", {**NEXT, "tie_word_embeddings": True, "full_attention_interval": 3}),
+    "qwen3_next-odd": ("qwen3_next", {**NEXT, **ODD_NEXT}),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),
@@ -88,7 +96,7 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Mixtures of experts, whose modules have other names than their files: compare files, not modules."""
-LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if family not in ("llama", "gpt", "bert")]
+LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if family not in ("llama", "gpt", "bert", "qwen3_next")]
 """Variants of the families that share Llama's block, one each."""
 SIZES = {"gpt": GPT, "bert": BERT}
 """Sizes of families with other keys than Llama's."""

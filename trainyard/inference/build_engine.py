@@ -16,6 +16,7 @@ from trainyard.families.blueprint import ParamSpec
 from trainyard.inference.adapters import AdaptedLinear, AdapterStack
 from trainyard.inference.cached_attention import CachedAttention, CacheSize, CacheState
 from trainyard.inference.engine import Engine
+from trainyard.inference.layer_state import SlotStates
 from trainyard.kernels.fp8_linear import Fp8Matrix
 from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.kernels.nf4 import Nf4Matrix
@@ -41,7 +42,8 @@ class EngineShape:
 
 
 class InferenceFactory(ModuleFactory):
-    """Builds models whose causal attention has a cache, and whose linear layers may have several adapters."""
+    """Builds models whose causal attention has a cache, whose other layers have the states that they ask for, and whose
+    linear layers may have several adapters."""
 
     def __init__(self, size: CacheSize, state: CacheState, adapters: AdapterStack | None, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -51,6 +53,9 @@ class InferenceFactory(ModuleFactory):
         linear = super().linear(name)
         found = self.adapters.layer(name) if self.adapters else None
         return AdaptedLinear(linear, self.state, found) if found else linear
+
+    def layer_state(self, *shapes: tuple[int, ...]) -> SlotStates:
+        return SlotStates(self.size, self.state, shapes)
 
     def core_attention(
         self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
@@ -79,8 +84,7 @@ def build_engine(
         check_invariance(config, tp.size, compiled, shape.fp8_weights)
     check_memory(config, device, tp.size, shape, shares_parameters=bool(existing))
     handle = device.torch_device
-    lengths, numbers = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2))
-    state = CacheState(lengths, numbers)
+    state = CacheState(*(torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(3)))
     # The last position takes the token that is in flight when a sequence ends.
     size = CacheSize(shape.slots, shape.max_seq_len + 1, config.head_size, shape.dtype, handle)
     # Matrix multiplications that add the residual must not do so before ranks have summed their parts.
@@ -103,7 +107,7 @@ def build_engine(
 
     store_weights(model, stored or {})
     assign_parameters(model, make_weight, existing)
-    return Engine(model.eval(), state, device, config.vocab, compiled)
+    return Engine(model.eval(), state, device, kernels, shape.max_seq_len, config.vocab, compiled)
 
 
 def check_invariance(config: ModelConfig, tp: int, compiled: bool, fp8_weights: bool) -> None:
@@ -120,9 +124,11 @@ def _is_linear_weight(spec: ParamSpec) -> bool:
 
 
 def cache_bytes(config: ModelConfig, tp: int, slots: int, max_seq_len: int, itemsize: int) -> int:
-    """Bytes of the keys and values that an engine keeps on each rank."""
+    """Bytes of the keys and values that an engine keeps on each rank, and of the states of other layers."""
     tokens, heads = slots * (max_seq_len + 1), max(config.num_kv_heads // tp, 1)
-    return 2 * config.layers * tokens * heads * config.head_size * itemsize
+    found = [config.recurrence(layer) for layer in range(config.layers)]
+    states = slots * sum(recurrence.state_size for recurrence in found if recurrence) * torch.float32.itemsize // tp
+    return 2 * found.count(None) * tokens * heads * config.head_size * itemsize + states
 
 
 def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:

@@ -20,12 +20,16 @@ class CacheState:
     """Tokens of each slot that are in the cache, int32 [slots]."""
     adapters: Tensor
     """The number of each slot's adapter, int32 [slots]; 0: the model alone."""
+    is_active: Tensor
+    """1 for slots that decode continues; the others compute a token that nobody reads; int32 [slots]."""
     decoding: bool = False
     """True: one new token for each of the first slots. False: tokens `start`, ... of the slots in `slots`."""
     visible: int = 0
     """While decoding: no slot has more tokens than this, the new one included."""
     slots: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """The slot of each row of a prefill."""
+    tokens: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+    """The tokens of each row of a prefill, without padding."""
     start: int = 0
     """The position of a prefill's first token. If it is not 0, there is one row."""
 

@@ -18,8 +18,10 @@ from torch import Tensor
 from trainyard import compat
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CachedAttention, CacheState
+from trainyard.inference.layer_state import SlotStates
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import Sampler, StepNeeds, token_logprobs
+from trainyard.kernels.reference import Kernels
 from trainyard.models import Batch, TransformerStage
 
 VISIBLE_STEP = 64
@@ -108,25 +110,34 @@ class DecodeVariant(NamedTuple):
 class Engine:
     """Owns the model, its cache, and the last token of every slot."""
 
-    def __init__(self, model: TransformerStage, state: CacheState, device: Device, vocab: int, compiled: bool) -> None:
-        """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
-        graph for each shape."""
-        self.model, self.state, self.device = model, state, device
-        caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
-        self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
+    def __init__(
+        self,
+        model: TransformerStage,
+        state: CacheState,
+        device: Device,
+        kernels: Kernels,
+        max_seq_len: int,
+        vocab: int,
+        compiled: bool,
+    ) -> None:
+        """`model` has attention layers with a cache, and others with a state, that share `state`. With `compiled`,
+        decode steps are compiled, one graph for each shape."""
+        self.model, self.state, self.device, self.kernels = model, state, device, kernels
+        self.num_slots, self.max_seq_len = len(state.lengths), max_seq_len
+        states = [module for module in model.modules() if isinstance(module, SlotStates)]
+        self.layer_states = [tensor for module in states for tensor in module.tensors]
+        """What layers without keys and values keep of each slot, which cannot be cut at a token."""
         handle = device.torch_device
         self.lengths = state.lengths
         self.tokens = torch.zeros_like(self.lengths)
         """The last token of each slot, which is not in the cache yet."""
-        self.is_active = torch.zeros_like(self.lengths)
-        """1 for slots that decode continues; the others compute a token that nobody reads."""
+        self.is_active = state.is_active
         self.sampler = Sampler(self.num_slots, vocab, device)
         self._adapters = [0] * self.num_slots
         self._released: list[int] = []
         """Slots that are free, of which the device has not been told."""
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
-        self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
         self.compute_logits: Callable[[Tensor, Tensor, int], Tensor] = self._decode_logits
         if compiled:
             compat.allow_recompiles(MAX_GRAPHS)
@@ -215,11 +226,12 @@ class Engine:
         index = torch.tensor(slots, device=handle)
         positions = torch.arange(start, start + longest, dtype=torch.int32, device=handle).expand(len(rows), -1)
         self.state.decoding, self.state.slots, self.state.start = False, index, start
+        self.state.tokens = torch.tensor([len(row) for row in rows], dtype=torch.int32, device=handle)
         x_BTD = self.model.run_blocks(self._batch(padded.to(handle), positions))
         if not is_last:
             self.lengths[index] = start + longest  # decode steps of other slots leave their token there
             return None
-        last = torch.tensor([len(row) - 1 for row in rows], device=handle)
+        last = self.state.tokens.long() - 1
         logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None]).float()
         lengths = (last + start + 1).int()
         chosen = self.sampler.choose(logits, index, lengths, needs)
@@ -251,7 +263,7 @@ class Engine:
         work = partial(self._decode, self.tokens[rows], self.lengths[rows], self.is_active[rows], variant)
         if not self.device.supports_graphs:
             return lambda: start_reading(self.device, work())
-        changed = [self.tokens, self.lengths]
+        changed = [self.tokens, self.lengths, *(tensor[rows] for tensor in self.layer_states)]
         if variant.needs.penalized and self.sampler.penalties:
             changed.append(self.sampler.penalties.counts)
         before = [tensor.clone() for tensor in changed]

@@ -16,9 +16,10 @@ class Prefix(NamedTuple):
 
 
 class PrefixCache:
-    def __init__(self, slots: int, unit: int) -> None:
-        """`unit`: tokens of a long prompt that are computed at a time."""
-        self.unit = unit
+    def __init__(self, slots: int, unit: int, is_used: bool = True) -> None:
+        """`unit`: tokens of a long prompt that are computed at a time. Without `is_used`, nothing is ever reused: slots
+        hold what cannot be cut at a token."""
+        self.unit, self.is_used = unit, is_used
         self.held: list[Sequence[int]] = [()] * slots
         """The tokens of each slot that can be reused, a multiple of `unit`."""
         self._adapters = [0] * slots
@@ -32,7 +33,8 @@ class PrefixCache:
         """A slot has the first `computed` tokens of a prompt."""
         self._adapters[slot] = adapter
         whole = computed - computed % self.unit
-        self.held[slot] = prompt[:whole] if len(prompt) > self.unit else ()  # short ones are computed with others
+        is_held = self.is_used and len(prompt) > self.unit
+        self.held[slot] = prompt[:whole] if is_held else ()  # short ones are computed with others
         self.released.discard(slot)
         self.touch(slot)
 

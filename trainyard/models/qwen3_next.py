@@ -1,20 +1,16 @@
 """Qwen3-Next's decoder.
 
-B batch, T tokens, D hidden, H heads, K head size; of gated delta nets: G key heads, R value heads of each, K and V the
-widths of keys and values, C channels.
+B batch, T tokens, D hidden, K the rotated dims of a head.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.families.builtin.qwen3_next import Qwen3NextConfig
-from trainyard.kernels.gated_delta import causal_convolution
 from trainyard.kernels.reference import apply_rope
-from trainyard.models.layers.gated_delta import DeltaRule
+from trainyard.models.gated_delta import GatedDeltaNet
 from trainyard.models.llama import Llama, LlamaAttention, LlamaBlock, reduce_output
 from trainyard.models.module_factory import ModuleFactory
-from trainyard.parallel.recompute import Recomputable
 
 
 class GatedAttention(LlamaAttention):
@@ -38,37 +34,6 @@ def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE of the first dims of each head."""
     size = cos.shape[-1]
     return torch.cat((apply_rope(x_BHTK[..., :size], cos, sin), x_BHTK[..., size:]), -1)
-
-
-class GatedDeltaNet(Recomputable):
-    """Linear attention with a state of fixed size. The rows of its projections are in groups of a key head with its
-    value heads."""
-
-    recompute_name = "attention"
-
-    def __init__(self, c: Qwen3NextConfig, make: ModuleFactory, name: str) -> None:
-        super().__init__()
-        self.tp, self.groups = make.tp, c.delta_key_heads // make.tp.size
-        values = c.delta_value_heads // c.delta_key_heads * c.delta_value_dim
-        self.group_widths = [c.delta_key_dim, c.delta_key_dim, values, values]
-        self.projections = make.linears(self, name, ["qkvz", "ba"])
-        self.conv = make.parameters(f"{name}.conv", ["weight"])
-        self.log_rate, self.rate_bias = (make.parameter(f"{name}.{x}") for x in ("log_rate", "rate_bias"))
-        self.delta_rule = DeltaRule(self.groups, c.delta_key_dim, c.delta_value_dim)
-        self.norm = make.rms_norm(f"{name}.norm", c.norm_eps)
-        self.out = make.linear(f"{name}.out")
-
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
-        qkvz, ba = self.tp.column_parallel(x_BTD, *self.projections, keep_gathered=self.keep_gathered)
-        *qkv, z = qkvz.unflatten(-1, (self.groups, -1)).split(self.group_widths, -1)
-        beta, step = (x.flatten(2).float() for x in ba.unflatten(-1, (self.groups, -1)).chunk(2, -1))
-        g_BTH = -self.log_rate.float().exp() * F.softplus(step + self.rate_bias.float())
-        x_BTC = torch.cat([x.flatten(2) for x in qkv], -1).float()
-        x_BTC, _ = causal_convolution(x_BTC, self.conv["weight"].flatten(1).float(), documents_BT=documents_BT)
-        y_BTHV = self.delta_rule(F.silu(x_BTC), g_BTH, beta.sigmoid(), documents_BT).to(qkvz.dtype)
-        gate = F.silu(z.reshape(y_BTHV.shape).float())
-        y_BTHV = (self.norm(y_BTHV)[1] * gate).to(qkvz.dtype)
-        return self.tp.reduce_output(self.out(y_BTHV.flatten(2)))
 
 
 def mixer(c: Qwen3NextConfig, make: ModuleFactory, name: str) -> nn.Module:

@@ -186,7 +186,16 @@ FAMILY = Family(
         ignored=(
             *ROPE_HF_KEYS,
             *MIXER_KEYS,
-            *"decoder_sparse_step mlp_only_layers num_experts num_experts_per_tok norm_topk_prob router_aux_loss_coef moe_intermediate_size shared_expert_intermediate_size".split(),
+            *[
+                "decoder_sparse_step",
+                "mlp_only_layers",
+                "num_experts",
+                "num_experts_per_tok",
+                "norm_topk_prob",
+                "router_aux_loss_coef",
+                "moe_intermediate_size",
+                "shared_expert_intermediate_size",
+            ],
         ),
         read=read,
         write=write,
