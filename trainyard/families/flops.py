@@ -31,19 +31,25 @@ def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_pre
     if blueprint.tied_head:
         vocab, hidden, head_tokens = blueprint.tied_head
         matmuls += 2 * vocab * hidden * tokens[head_tokens] * blueprint.tied_head_passes
-    family, per_layer = family_of(c), 4 * c.heads * c.head_size * seq_len**2
-    layers = Counter(family.visible_keys(c, layer, seq_len) / seq_len for layer in range(c.layers))
-    """Number of layers by the share of the pairs that their mask keeps."""
-    attention = sum(count * per_layer * visible for visible, count in layers.items())
-    return SampleFlops(matmuls + 3.0 * c.layers * per_layer, matmuls + 3.0 * attention)
+    layers = Counter(mixing_flops(c, layer, seq_len) for layer in range(c.layers))
+    full, causal = (sum(count * flops[kind] for flops, count in layers.items()) for kind in range(2))
+    return SampleFlops(matmuls + 3.0 * full, matmuls + 3.0 * causal)
+
+
+def mixing_flops(c: ModelConfig, layer: int, seq_len: int) -> tuple[float, float]:
+    """Forward FLOP of one sample in this layer besides matrices: of all pairs of tokens, and of those that its mask
+    keeps. Without attention, both are those of its state."""
+    if recurrence := c.recurrence(layer):
+        return recurrence.flops * seq_len, recurrence.flops * seq_len
+    keys = 4 * c.heads * c.head_size * seq_len
+    return keys * seq_len, keys * family_of(c).visible_keys(c, layer, seq_len)
 
 
 def layer_flops(c: ModelConfig, blueprint: Blueprint, seq_len: int) -> list[float]:
     """Forward FLOP of one sample in each layer, without masked pairs."""
-    family, attention = family_of(c), 4 * c.heads * c.head_size * seq_len
     return [
         sum(2 * prod(spec.shape) * spec.flops_share * seq_len for spec in _matrices(blueprint, layer))
-        + attention * family.visible_keys(c, layer, seq_len)
+        + mixing_flops(c, layer, seq_len)[1]
         for layer in range(c.layers)
     ]
 
