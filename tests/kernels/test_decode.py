@@ -143,7 +143,7 @@ def check_attention(
     expected = reference.decode_attention(
         q.float(), k.float(), v.float(), *expected_caches, length_tensor, cos, sin, window
     )
-    actual = decode_attention(q, k, v, k_cache, v_cache, length_tensor, cos, sin, window, config)
+    actual = decode_attention(q, k, v, k_cache, v_cache, length_tensor, cos, sin, window, config=config)
     close(actual, expected.to(dtype), dtype)
     for cache, expected_cache in zip((k_cache, v_cache), expected_caches, strict=True):
         for slot, length in enumerate(lengths):

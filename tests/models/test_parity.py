@@ -133,7 +133,8 @@ def test_config_json_round_trip(variant: str) -> None:
     ("change", "message"),
     [
         ({"model_type": "mamba"}, "model_type=mamba"),
-        ({"attention_bias": True}, "attention_bias=True"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"hidden_act": "relu2"}, "hidden_act=relu2: not supported; one of silu, "),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
         ({"num_attention_heads": 5}, "heads=5"),
         ({"logit_scale": 0.5}, "logit_scale=0.5: not known for llama, and may change"),

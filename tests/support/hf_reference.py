@@ -67,6 +67,9 @@ ODD_NEXT = {
     "linear_conv_kernel_dim": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
 }
+GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4}
+GEMMA2 = {"num_key_value_heads": 2, "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 30}
+GEMMA2 |= {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-gqa": ("llama", {"num_key_value_heads": 2}),
@@ -74,12 +77,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-head-dim": ("llama", {"head_dim": 20, "num_key_value_heads": 2}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA31, "num_key_value_heads": 2}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "deepseek-linear": ("llama", {"rope_theta": 100000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 7}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
     "qwen3_next": ("qwen3_next", NEXT),
     "qwen3_next-odd": ("qwen3_next", {**NEXT, **ODD_NEXT}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "olmo2-biases": ("olmo2", {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}),
+    "granite": ("granite", {"num_key_value_heads": 2, **GRANITE}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2-uncapped": (
+        "gemma2",
+        {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}
+        | {"layer_types": ["full_attention", "sliding_attention"], "hidden_activation": "gelu"},
+    ),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),

@@ -1,8 +1,10 @@
 """What Llama and the families that share its block have in common: keys, parameter table, Hugging Face names."""
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -51,6 +53,8 @@ class DecoderStyle:
     """Factor of the attention scores. Default: 1 / sqrt(head size)."""
     attention_soft_cap: float | None = None
     """Bound of the attention scores, as for logits."""
+    sinks: bool = False
+    """A trained logit of each head takes part in the softmax of its scores, without a value."""
 
 
 class LinearRopeScaling(Section):
@@ -174,6 +178,7 @@ def attention_specs(c: DecoderConfig) -> list[ParamSpec]:
         *column_parallel_specs(f"{layer}qkv.weight", parts("weight"), (c.hidden,), c.fuse_qkv, c.init_std),
         *(column_parallel_specs(f"{layer}qkv.bias", parts("bias"), (), c.fuse_qkv) if "qkv" in style.biases else ()),
         *(itertools.starmap(qk_norm, sizes[:2]) if style.qk_norm else ()),
+        *([ParamSpec(f"{layer}sinks", (c.heads,), 0)] if style.sinks else []),
         ParamSpec(f"{layer}output.weight", (c.hidden, Q), 1, init_std=c.output_init_std, flops_tokens="tokens"),
         *([ParamSpec(f"{layer}output.bias", (c.hidden,))] if "output" in style.biases else []),
     ]
@@ -243,6 +248,7 @@ def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None
         **{f"{ours}{x}.{kind}": HfTensor(f"{hf}{name}.{kind}") for x, name in style.norms.items() for kind in of_norms},
         **{f"{attention}{x}.{kind}": HfTensor(f"{of_hf}{x}_proj.{kind}") for kind in kinds("qkv") for x in "qkv"},
         **{f"{attention}{x}_norm.weight": HfTensor(f"{of_hf}{x}_norm.weight") for x in "qk" if style.qk_norm},
+        **({f"{attention}sinks": HfTensor(f"{of_hf}sinks")} if style.sinks else {}),
         **{f"{attention}output.{kind}": HfTensor(f"{of_hf}o_proj.{kind}") for kind in kinds("output")},
         **(gated_mlp if mlp is None else mlp),
         **{f"norm.{kind}": HfTensor(f"model.norm.{kind}") for kind in of_norms},
@@ -252,16 +258,35 @@ def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None
     return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})
 
 
-def decoder_hf_format(model_type: str, architecture: str, keys: HfKeys, **options: Any) -> HfFormat:
-    """The format of a decoder; `options` are fields of HfFormat that differ."""
-    defaults: dict[str, Any] = {
+@dataclass(frozen=True)
+class HfKeyGroup:
+    """Keys of config.json that need more than renaming, for families that share them."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """As HfFormat.read."""
+    write: Callable[[Any], dict[str, Any]]
+
+
+def decoder_hf_format(
+    model_type: str, architecture: str, keys: HfKeys, groups: Sequence[HfKeyGroup] = (), **options: Any
+) -> HfFormat:
+    """The format of a decoder; `groups` are its keys besides those of RoPE that need more than renaming, and `options`
+    fields of HfFormat that differ."""
+    fields: dict[str, Any] = {
         "names": decoder_hf_names,
         "fixed": {"hidden_act": "silu", "attention_dropout": 0.0},
         "ignored": ROPE_HF_KEYS,
         "read": read_rope,
         "write": write_decoder,
+        **options,
     }
-    return HfFormat(model_type, architecture, keys, **defaults | options)
+    read, write = ([fields[name], *(getattr(group, name) for group in groups)] for name in ("read", "write"))
+    fields["ignored"] = (*fields["ignored"], *(key for group in groups for key in group.keys))
+    fields["fixed"] = {key: value for key, value in fields["fixed"].items() if key not in fields["ignored"]}
+    fields["read"] = lambda data: reduce(operator.or_, (each(data) for each in read))
+    fields["write"] = lambda c: reduce(operator.or_, (each(c) for each in write))
+    return HfFormat(model_type, architecture, keys, **fields)
 
 
 def read_default_head_dim(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def mixing_flops(c: ModelConfig, layer: int, seq_len: int) -> tuple[float, float
     keeps. Without attention, both are those of its state."""
     if recurrence := c.recurrence(layer):
         return recurrence.flops * seq_len, recurrence.flops * seq_len
-    keys = 4 * c.heads * c.head_size * seq_len
+    keys = 2 * c.heads * (c.head_size + c.value_size) * seq_len
     return keys * seq_len, keys * family_of(c).visible_keys(c, layer, seq_len)
 
 

@@ -57,11 +57,10 @@ class InferenceFactory(ModuleFactory):
     def layer_state(self, *shapes: tuple[int, ...]) -> SlotStates:
         return SlotStates(self.size, self.state, shapes)
 
-    def core_attention(
-        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
-    ) -> CoreAttention:
-        arguments = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
-        return CachedAttention(self.size, self.state, *arguments) if causal else CoreAttention(*arguments)
+    def _attention(self, heads: int, kv_heads: int, causal: bool, *arguments: Any) -> CoreAttention:
+        if not causal:
+            return super()._attention(heads, kv_heads, causal, *arguments)
+        return CachedAttention(self.size, self.state, heads, kv_heads, causal, *arguments)
 
 
 def build_engine(
@@ -86,7 +85,8 @@ def build_engine(
     handle = device.torch_device
     state = CacheState(*(torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(3)))
     # The last position takes the token that is in flight when a sequence ends.
-    size = CacheSize(shape.slots, shape.max_seq_len + 1, config.head_size, shape.dtype, handle)
+    widths = config.head_size, config.value_size
+    size = CacheSize(shape.slots, shape.max_seq_len + 1, *widths, shape.dtype, handle)
     # Matrix multiplications that add the residual must not do so before ranks have summed their parts.
     make_kernels = device.decode_kernels if tp.size == 1 else device.kernels
     kernels = device.batch_invariant_kernels() if batch_invariant else make_kernels(fused_kernels)
@@ -128,7 +128,8 @@ def cache_bytes(config: ModelConfig, tp: int, slots: int, max_seq_len: int, item
     tokens, heads = slots * (max_seq_len + 1), max(config.num_kv_heads // tp, 1)
     found = [config.recurrence(layer) for layer in range(config.layers)]
     states = slots * sum(recurrence.state_size for recurrence in found if recurrence) * torch.float32.itemsize // tp
-    return 2 * found.count(None) * tokens * heads * config.head_size * itemsize + states
+    numbers = found.count(None) * tokens * heads * (config.head_size + config.value_size)
+    return numbers * itemsize + states
 
 
 def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:

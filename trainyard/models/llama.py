@@ -4,7 +4,7 @@ B batch, T tokens, D hidden, H heads, G kv heads, K head size, F ffn.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,11 @@ class LlamaAttention(Recomputable):
         layer = layer_index(name)
         assert layer is not None
         window = c.attention_window(layer)
-        self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name, window)
+        self.sinks = make.optional_parameter(f"{name}.sinks")
+        scores: dict[str, Any] = {"scale": style.attention_scale, "soft_cap": style.attention_soft_cap}
+        self.core_attention = make.core_attention(
+            c.heads, c.num_kv_heads, True, 0.0, name, window, sinks=self.sinks, **scores
+        )
         self.output = make.linear(f"{name}.output")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:

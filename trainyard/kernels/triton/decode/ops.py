@@ -5,7 +5,7 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import Kernels
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores, Kernels
 from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import greedy_tokens, rope_angles
 from trainyard.kernels.triton.decode.deferred_ops import PendingLinear, PendingNorm, PendingRope, value_of
@@ -80,15 +80,15 @@ class DecodeKernels(TritonKernels):
         return norm_rope(self, qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads)
 
     def decode_attention(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int = 0, window: int | None = None,
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        visible: int = 0, window: int | None = None, scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:  # fmt: skip
         cos = sin = None
         if isinstance(q_BHTK, PendingRope) and isinstance(k_BGTK, PendingRope):
             cos, sin = q_BHTK.rope_cos, q_BHTK.rope_sin
             q_BHTK, k_BGTK = q_BHTK.unrotated, k_BGTK.unrotated
-        q_BHTK, k_BGTK, v_BGTK = value_of(q_BHTK), value_of(k_BGTK), value_of(v_BGTK)
-        return attention.decode_attention(q_BHTK, k_BGTK, v_BGTK, k_cache, v_cache, lengths, cos, sin, window)
+        inputs = (value_of(q_BHTK), value_of(k_BGTK), value_of(v_BGTV), k_cache, v_cache, lengths)
+        return attention.decode_attention(*inputs, cos, sin, window, scores)
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         return greedy_tokens.greedy_tokens(value_of(logits))
