@@ -42,6 +42,11 @@ GPT = {**configs.GPT, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embeddin
 MOE = configs.MOE
 CAPACITY = {**MOE, "capacity_factor": 0.75}
 BIAS = {**MOE, "router_bias": True, "bias_update_rate": 0.02}
+SHARED = {**BIAS, "shared_ffn": 40, "router_scores": "sigmoid", "routed_scale": 1.5, "dense_layers": "0"}
+SHARED |= {"experts": 8, "expert_groups": 4, "top_k_groups": 2, "top_k": 3, "dense_ffn": 72}
+"""A mixture of experts as DeepSeek-V3 has it."""
+GPT_OSS = {**MOE, "family": "tests.support.other_experts:GPT_OSS"}
+LLAMA4 = {**MOE, "family": "tests.support.other_experts:LLAMA4", "router_scores": "sigmoid", "shared_ffn": 40}
 BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA_LIKE_MODELS = [from_hf(hf_reference(name)[2]).model_dump(mode="json") for name in LLAMA_LIKE]
 MIXED = {**TWO_KINDS, "dense_layers": "0"}
@@ -345,6 +350,29 @@ CASES = [
     case(8, {"ep": 2, "pp": 2, "pipeline_cuts": (0,), "tp": 2, "zero": 3, **SP}, MIXED, "dense-stage"),
     deep_case(4, {"tp": 2, "zero": 1}, MIXED, "muon", optimizer={"kind": "muon"}),
     deep_case(4, {"cp": 2, "tp": 2}, MIXED, "full", recompute={"kind": "full"}),
+    # routers and experts of other families
+    case(8, {"ep": 2, "tp": 2, "pp": 2, "zero": 1, **SP}, SHARED, "shared"),
+    deep_case(2, {"tp": 2, **SP}, SHARED, "shared"),
+    deep_case(2, {"tp": 2}, SHARED, "shared"),
+    deep_case(2, {"cp": 2}, SHARED, "shared"),
+    deep_case(2, {"zero": 3}, SHARED, "shared"),
+    deep_case(4, {"ep": 4, "zero": 3}, SHARED, "shared"),
+    deep_case(4, {"ep": 2, "cp": 2}, {**SHARED, "capacity_factor": 0.75}, "shared-capacity"),
+    deep_case(2, {"tp": 2, **SP}, SHARED, "shared-full", recompute={"kind": "full"}),
+    deep_case(2, {"tp": 2, **SP}, SHARED, "shared-mlp", recompute={"kind": "selective", "modules": ["mlp"]}),
+    deep_case(2, {"ep": 2}, SHARED, "shared-activation", recompute={"kind": "selective", "modules": ["activation"]}),
+    deep_case(4, {"ep": 2, "tp": 2}, SHARED, "shared-muon", optimizer={"kind": "muon"}),
+    deep_case(4, {"ep": 2, "tp": 2}, SHARED, "shared-lora", lora=EXPERTS),
+    case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, GPT_OSS, "gpt-oss"),
+    deep_case(4, {"tp": 4}, {**GPT_OSS, "kv_heads": 1}, "gpt-oss"),
+    deep_case(4, {"ep": 2, "cp": 2, "zero": 3}, GPT_OSS, "gpt-oss"),
+    deep_case(2, {"ep": 2}, {**GPT_OSS, "capacity_factor": 0.75}, "gpt-oss-capacity"),
+    deep_case(2, {"tp": 2, **SP}, GPT_OSS, "gpt-oss-full", recompute={"kind": "full"}),
+    deep_case(4, {"ep": 2, "tp": 2}, GPT_OSS, "gpt-oss-muon", optimizer={"kind": "muon"}),
+    deep_case(4, {"ep": 2, "tp": 2}, GPT_OSS, "gpt-oss-lora", lora=EXPERTS),
+    case(4, {"ep": 2, "tp": 2, "zero": 1}, LLAMA4, "llama4"),
+    deep_case(2, {"ep": 2}, {**LLAMA4, "capacity_factor": 0.75}, "llama4-capacity"),
+    deep_case(2, {"tp": 2, **SP}, LLAMA4, "llama4-full", recompute={"kind": "full"}),
     # families that share Llama's block
     *(case(2, {"tp": 2}, model) for model in LLAMA_LIKE_MODELS),
     *(deep_case(4, {"tp": 2, "cp": 2, **SP}, model) for model in LLAMA_LIKE_MODELS),

@@ -38,7 +38,9 @@ FILES: dict[str, dict[str, Any]] = {
     "mixtral": {**DECODER, **EXPERTS, "sliding_window": 7, "num_local_experts": 9},
     "qwen2": DECODER,
     "qwen3": DECODER,
+    "qwen2_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
+    "olmoe": {**DECODER, **EXPERTS, "num_experts": 9, "norm_topk_prob": True},
     "gpt": {**GPT, "n_inner": 60, "layer_norm_epsilon": 1e-3, "initializer_range": 0.5, "tie_word_embeddings": False}
     | {"activation_function": "gelu", "pad_token_id": 8, "bos_token_id": 5, "eos_token_id": 6},
     "bert": {**BERT, "type_vocab_size": 3, "layer_norm_eps": 1e-3, "initializer_range": 0.5, "hidden_act": "gelu_new"}
@@ -102,6 +104,9 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
 
 
 SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
+MANY_EXPERTS = {"qwen2_moe": {"num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"}}
+MANY_EXPERTS |= {"qwen3_moe": {"num_experts", "moe_intermediate_size"}, "olmoe": {"num_experts"}}
+"""Keys whose values here are smaller than their defaults."""
 LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
 
 
@@ -110,9 +115,10 @@ def test_logits_of_a_file_with_sizes_only(name: str, tmp_path: Path) -> None:
     """transformers builds the model from a config.json without any key that has a default; so does the package."""
     family = find_family(name)
     sizes = {**LOGITS_SIZES, **SIZES.get(name, {}), "num_experts": 9, "moe_intermediate_size": 16}
+    sizes["shared_expert_intermediate_size"] = 24
     keep = {hf_key for hf_key, default in family.hf.keys.values() if default is REQUIRED}
-    if name == "qwen3_moe":
-        keep |= {"num_experts", "moe_intermediate_size"}  # smaller than their defaults
+    if name in MANY_EXPERTS:
+        keep |= MANY_EXPERTS[name]
     data = {"model_type": family.hf.model_type, **{key: value for key, value in sizes.items() if key in keep}}
     torch.manual_seed(1)
     model = getattr(transformers, family.hf.architecture)(hf_config(family, data)).eval()

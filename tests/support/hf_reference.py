@@ -102,12 +102,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-gelu-new": ("bert", {"hidden_act": "gelu_new"}),
 }
 """Family and changes to its sizes."""
+QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 56}
 MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "qwen3_moe",
         {"num_key_value_heads": 2, "head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3}
         | {"moe_intermediate_size": 32, "norm_topk_prob": False},
+    ),
+    "qwen3_moe-dense-layers": (
+        "qwen3_moe",
+        {**QWEN_MOE, "num_key_value_heads": 2, "head_dim": 20, "mlp_only_layers": [0], "num_hidden_layers": 3},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**QWEN_MOE, "shared_expert_intermediate_size": 56, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen2_moe-every-other": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "num_key_value_heads": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
+    "olmoe": ("olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-normalized": (
+        "olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "tie_word_embeddings": True},
     ),
 }
 """Mixtures of experts, whose modules have other names than their files: compare files, not modules."""

@@ -1,64 +1,44 @@
 """A family from outside the package whose layers differ: the first ones have a dense MLP, later ones experts, and
 every other layer a sliding window."""
 
-from collections.abc import Collection
-
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
-from trainyard.families import Blueprint, Family
+from trainyard.families import Family
 from trainyard.families.blueprint import parse_layers
 from trainyard.families.decoder import (
     DECODER_MODULE,
     decoder_hf_format,
     decoder_hf_keys,
     decoder_hf_names,
-    gated_mlp_specs,
 )
-from trainyard.families.family import HfNameMap, HfTensor
-from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
+from trainyard.families.family import HfNameMap
+from trainyard.families.moe import MoeConfig, moe_blueprint, moe_hf_names
 
 
 class TwoKindsConfig(MoeConfig):
     """Two dense layers, then experts; windows in odd layers."""
 
-    dense_ffn: PositiveInt
-    """Intermediate size of the MLP of layers without experts."""
-    dense_layers: str = "0-1"
+    dense_layers: str | None = "0-1"
     """Layers without experts."""
     window_layers: str = "odd"
     """Layers with a sliding window."""
     window: PositiveInt = Field(8)
     """Number of tokens, its own included, that a token of those layers attends to at most."""
 
-    @property
-    def ffn_sizes(self) -> dict[str, int]:
-        return {"ffn": self.ffn, "dense_ffn": self.dense_ffn}
-
-    @property
-    def expert_layers(self) -> Collection[int]:
-        return set(range(self.layers)) - parse_layers(self.dense_layers, self.layers)
-
     def attention_window(self, layer: int) -> int | None:
         return self.window if layer in parse_layers(self.window_layers, self.layers) else None
 
 
-def blueprint(c: TwoKindsConfig) -> Blueprint:
-    return moe_blueprint(c, dense_mlp_specs=gated_mlp_specs(c, c.dense_ffn))
-
-
 def hf_names(c: TwoKindsConfig) -> HfNameMap:
-    hf, matrices = "model.layers.*.mlp.", ("gate", "up", "down")
-    dense = {f"layers.*.mlp.{x}.weight": HfTensor(f"{hf}{x}_proj.weight") for x in matrices}
-    experts = {ours: HfTensor(f"{hf}experts.{key}_proj.weight") for key, ours in moe_layer_names(c).items()}
-    return decoder_hf_names(c, mlp={**dense, "layers.*.mlp.router.weight": HfTensor(f"{hf}gate.weight"), **experts})
+    return decoder_hf_names(c, moe_hf_names(c))
 
 
 FAMILY = Family(
     name="two_kinds",
     config_class=TwoKindsConfig,
     module=DECODER_MODULE,
-    blueprint=blueprint,
+    blueprint=moe_blueprint,
     hf=decoder_hf_format(
         "two_kinds",
         "TwoKindsForCausalLM",

@@ -66,6 +66,11 @@ def smoke_config(
         shrink("model", ffn=(1 if model.get("experts") else 4) * model["hidden"])
     if model.get("experts"):
         shrink("model", experts=min(model["experts"], SMOKE_EXPERTS), top_k=min(model["top_k"], SMOKE_EXPERTS // 2))
+        for key in ("shared_ffn", "dense_ffn"):
+            shrink("model", **({key: model["hidden"]} if model[key] else {}))
+        shrink("model", dense_layers="0" if model["dense_layers"] else None)
+        groups = min(model["expert_groups"], 2)  # of which one has enough experts
+        shrink("model", expert_groups=groups, top_k_groups=1 if groups > 1 else model["top_k_groups"])
     shrink("layout", **_fitted_layout(layout, ranks, heads, named) | {"pipeline_cuts": []})
     shrink("model", layers=max(2, layout["pp"] * layout["vpp"]))
     if not _names_own_data(data["data"], named) and "data" not in named:

@@ -59,8 +59,8 @@ class ParamSpec:
     padded: bool = False
     """Zero rows at the end make the shards of all tensor-parallel ranks equal (vocabularies)."""
     experts: int = 0
-    """Number of experts whose matrices are the fused parts, in the order of experts, so that an expert-parallel rank
-    holds a range of parts; 0: not a matrix of experts."""
+    """Number of experts whose matrices or biases are the fused parts, in the order of experts, so that an
+    expert-parallel rank holds a range of parts; 0: not of experts."""
     active_experts: int = 0
     """Number of experts that a token uses."""
     tp_gradient: TpGradient = "by_tokens"

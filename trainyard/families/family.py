@@ -54,6 +54,10 @@ class HfTensor:
     name: str
     transposed: bool = False
     """Stored as [in, out] (GPT-2's Conv1D) instead of our [out, in]."""
+    stacked: int | None = None
+    """Number of experts whose matrices or biases it stacks along a first dim, in the order of the map."""
+    interleaved: bool = False
+    """The rows of its parts (of each expert) alternate, as those of gate and up in gpt-oss."""
 
 
 @dataclass(frozen=True)

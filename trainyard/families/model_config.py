@@ -117,8 +117,9 @@ class ModelConfig(Section):
 
     @property
     def without_router_bias(self) -> Self:
-        """The model as other stacks can hold it: experts without a bias that balances them."""
-        return self.model_copy(update={"router_bias": False}) if getattr(self, "router_bias", False) else self
+        """The model as other stacks can hold it: experts without a bias that balances them, unless their files do."""
+        is_lost = getattr(self, "router_bias", False) and not self.moe_style.stores_router_bias  # type: ignore[attr-defined]
+        return self.model_copy(update={"router_bias": False}) if is_lost else self
 
     @property
     def without_wrappers(self) -> Self:
@@ -156,8 +157,9 @@ def first_model_difference(model_a: ModelConfig, model_b: ModelConfig) -> tuple[
 
 
 def _compared_keys(model: ModelConfig) -> dict[str, Any]:
-    keys = {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
+    keys = {"family": model.family, **model.model_dump(mode="json"), "dense_ffn": None, **model.ffn_sizes}
     keys |= {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}
+    keys |= {"dense_layers": set(range(model.layers)).difference(getattr(model, "expert_layers", ()))}
     for (wrapper, _), (name, options) in zip(model.linear.wrappers(), keys.pop("linear").items(), strict=True):
         keys |= {f"linear.{name}.{key}": options[key] for key in options if key not in wrapper.training_keys}
     return keys

@@ -1,26 +1,65 @@
-"""What mixtures of experts have in common: keys, and the parameters of a layer's router and experts."""
+"""What mixtures of experts have in common: keys, the parameters of a layer's router and experts, and their names in
+Hugging Face's files."""
 
-from collections.abc import Collection, Hashable, Iterable
-from dataclasses import replace
-from typing import Self
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainyard.core.section import PositiveInt
-from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers
-from trainyard.families.decoder import DecoderConfig, decoder_blueprint
+from trainyard.core.section import PositiveInt, nearest_divisor
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, parse_layers
+from trainyard.families.decoder import DecoderConfig, decoder_blueprint, gated_mlp_specs
+from trainyard.families.family import HfTensor
+
+LAYER = "layers.*.mlp."
+SIGMOID_EPSILON = 1e-20
+"""What transformers adds to the sum of a token's sigmoids before it divides by the sum."""
+
+
+@dataclass(frozen=True)
+class MoeStyle:
+    """How a family's mixtures of experts differ from Mixtral's."""
+
+    shared_gate: bool = False
+    """Each token weights the shared expert by a sigmoid of its own."""
+    logit_bias: bool = False
+    """The logits of the router have a trained bias."""
+    expert_biases: bool = False
+    """Both matrices of an expert have a bias."""
+    scales_inputs: bool = False
+    """The weight of an expert is multiplied into its input instead of its output."""
+    clamped_swiglu: tuple[float, float] | None = None
+    """(alpha, limit) of gpt-oss's activation of the experts."""
+    stores_router_bias: bool = False
+    """Other stacks' files of this family hold `router_bias`, too."""
 
 
 class MoeConfig(DecoderConfig):
-    """A decoder with a mixture of experts in each layer (a family may have some without). `ffn` is the intermediate
-    size of one expert."""
+    """A decoder with a mixture of experts in each layer, or in some. `ffn` is the intermediate size of one expert."""
 
     experts: PositiveInt
     """Number of experts in each layer."""
     top_k: PositiveInt
     """Experts that a token goes to."""
     normalize_top_k: bool = True
-    """Scale the weights of a token's experts to the sum 1."""
+    """Scale the weights of a token's experts to the sum 1. Of a softmax, this is the softmax of the chosen logits."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How the logits of the router become the scores by which experts are chosen and weighted."""
+    routed_scale: float = Field(1.0, gt=0)
+    """The weights of a token's experts are multiplied by this."""
+    expert_groups: PositiveInt = 1
+    """Number of groups of experts; a token chooses groups first, and then experts in them. 1: no groups."""
+    top_k_groups: PositiveInt = 1
+    """Groups that a token chooses."""
+    group_score: Literal["max", "top2"] = "top2"
+    """What a token chooses groups by: the largest score in it, or the sum of the two largest."""
+    shared_ffn: PositiveInt | None = None
+    """Intermediate size of the shared expert, an MLP that every token goes through as well. Default: none."""
+    dense_layers: str | None = None
+    """Layers with an MLP instead of experts, such as 0-2, 3-, even, odd or 0,5-7. Default: none."""
+    dense_ffn: PositiveInt | None = None
+    """Intermediate size of the MLP of those layers. Default: ffn."""
     capacity_factor: float | None = Field(None, gt=0)
     """Limit on the tokens that an expert takes of each sample in training, as a multiple of an equal share: later
     tokens skip it. With a limit all shapes are static, which Trainium needs. Default: no limit."""
@@ -31,10 +70,20 @@ class MoeConfig(DecoderConfig):
     """Coefficient of the router's z loss (the squared logsumexp of its logits), a mean over tokens and a sum over
     layers; 0: none."""
     router_bias: bool = False
-    """Balance the experts with a bias instead of a loss: it is added to the router's probabilities where experts are
-    chosen, not to their weights, and moves against the load after each step. Only native checkpoints hold it."""
+    """Balance the experts with a bias instead of a loss: it is added to the router's scores where experts are chosen,
+    not to their weights, and moves against the load after each step."""
     bias_update_rate: float = Field(0.001, gt=0)
     """Step of the bias: that of an expert with more than its share of the tokens falls by this much, others rise."""
+
+    @property
+    def moe_style(self) -> MoeStyle:
+        """How this family's mixtures of experts differ from Mixtral's."""
+        return MoeStyle()
+
+    @property
+    def weight_epsilon(self) -> float:
+        """Added to the sum by which `normalize_top_k` divides."""
+        return SIGMOID_EPSILON if self.router_scores == "sigmoid" else 0.0
 
     @property
     def has_static_shapes(self) -> bool:
@@ -43,48 +92,129 @@ class MoeConfig(DecoderConfig):
     @property
     def expert_layers(self) -> Collection[int]:
         """The layers with a mixture of experts."""
-        return range(self.layers)
+        dense = parse_layers(self.dense_layers, self.layers) if self.dense_layers else ()
+        return set(range(self.layers)).difference(dense)
+
+    @property
+    def ffn_sizes(self) -> dict[str, int]:
+        sizes = {"ffn": self.ffn, "shared_ffn": self.shared_ffn}
+        sizes |= {"dense_ffn": self.dense_ffn or self.ffn} if self.dense_layers else {}
+        return {key: size for key, size in sizes.items() if size}
 
     def layer_kind(self, layer: int) -> Hashable:
         return layer in self.expert_layers, super().layer_kind(layer)
 
     @model_validator(mode="after")
-    def _check_top_k(self) -> Self:
+    def _check_router(self) -> Self:
         if self.top_k > self.experts:
             raise ValueError(f"top_k={self.top_k}: more than experts={self.experts}; nearest: {self.experts}")
+        if self.experts % self.expert_groups:
+            nearest = nearest_divisor(self.expert_groups, self.experts)
+            raise ValueError(
+                f"expert_groups={self.expert_groups}: does not divide experts={self.experts}; nearest: {nearest}"
+            )
+        of_group, groups = self.experts // self.expert_groups, self.expert_groups
+        if groups > 1 and not -(-self.top_k // of_group) <= self.top_k_groups <= groups:
+            nearest = groups if self.top_k_groups > groups else -(-self.top_k // of_group)
+            raise ValueError(
+                f"top_k_groups={self.top_k_groups}: top_k={self.top_k} experts must be in {groups} groups of "
+                f"{of_group}; nearest: {nearest}"
+            )
+        if groups > 1 and self.group_score == "top2" and of_group == 1:
+            raise ValueError("group_score=top2: a group has one expert; nearest: max")
+        assert self.expert_layers is not None  # reads `dense_layers`
         return self
 
 
-def moe_blueprint(c: MoeConfig, dense_mlp_specs: Iterable[ParamSpec] = ()) -> Blueprint:
-    """The parameters of a decoder with a mixture of experts; `dense_mlp_specs` are those of the layers without."""
-    layer, expert = "layers.*.mlp.", "layers.*.mlp.experts."
-    names = [f"{expert}{index}.{name}.weight" for index in range(c.experts) for name in ("gate", "up")]
-    gate_up = tuple(FusedPart(name, c.ffn, c.ffn) for name in names)
-    down = tuple(FusedPart(f"{expert}{index}.down.weight", c.hidden, c.hidden) for index in range(c.experts))
+def moe_blueprint(c: MoeConfig, dense_mlp_specs: Sequence[ParamSpec] = ()) -> Blueprint:
+    """The parameters of a decoder with a mixture of experts."""
+    return decoder_blueprint(c, moe_mlp_specs(c, dense_mlp_specs))
 
-    def matrix(name: str, shape: tuple[int, int], tp_dim: int | None, init_std: float) -> ParamSpec:
-        return ParamSpec(name, shape, tp_dim, init_std=init_std, flops_tokens="tokens")
 
-    router = matrix(f"{layer}router.weight", (c.experts, c.hidden), None, c.init_std)
-    experts = (
-        replace(matrix(f"{expert}gate_up", (2 * c.experts * c.ffn, c.hidden), 0, c.init_std), fused_parts=gate_up),
-        replace(matrix(f"{expert}down", (c.experts * c.hidden, c.ffn), 1, c.output_init_std), fused_parts=down),
-    )
-    bias = ParamSpec(f"{layer}router.bias", (c.experts,), tp_gradient="equal", load_step=c.bias_update_rate)
-    mlp = (
-        replace(router, tp_gradient="partial"),  # of a rank's part of the experts' outputs
-        *([bias] if c.router_bias else []),
-        *(replace(spec, experts=c.experts, active_experts=c.top_k) for spec in experts),
-    )
+def moe_mlp_specs(c: MoeConfig, dense_mlp_specs: Sequence[ParamSpec] = ()) -> list[ParamSpec]:
+    """The rows of the MLPs of all layers. `dense_mlp_specs` are those of the layers without experts, unless they have a
+    gated MLP of `dense_ffn`."""
+    style = c.moe_style
+
+    def matrix(name: str, shape: tuple[int, int], init_std: float) -> ParamSpec:
+        return ParamSpec(name, shape, init_std=init_std, flops_tokens="tokens")
+
+    def experts(name: str, kind: str, parts: tuple[str, ...], size: int, columns: tuple[int, ...]) -> ParamSpec:
+        """A parameter of all experts, fused of these parts of each."""
+        names = [f"{LAYER}experts.{index}.{part}.{kind}" for index in range(c.experts) for part in parts]
+        fused = tuple(FusedPart(name, size, size) for name in names)
+        spec = ParamSpec(f"{LAYER}experts.{name}", (len(names) * size, *columns), fused_parts=fused)
+        return replace(spec, experts=c.experts, active_experts=c.top_k)
+
+    gate_up = experts("gate_up", "weight", ("gate", "up"), c.ffn, (c.hidden,))
+    down = experts("down", "weight", ("down",), c.hidden, (c.ffn,))
+    # Ranks add their parts of the experts' outputs, and so the gradients of what all of them hold.
+    partial = [matrix(f"{LAYER}router.weight", (c.experts, c.hidden), c.init_std)]
+    if style.logit_bias:
+        partial.append(ParamSpec(f"{LAYER}router.logit_bias", (c.experts,)))
+    if c.shared_ffn and style.shared_gate:
+        partial.append(matrix(f"{LAYER}shared_gate.weight", (1, c.hidden), c.init_std))
+    mlp = [
+        *(replace(spec, tp_gradient="partial") for spec in partial),
+        replace(gate_up, tp_dim=0, init_std=c.init_std, flops_tokens="tokens"),
+        replace(down, tp_dim=1, init_std=c.output_init_std, flops_tokens="tokens"),
+    ]
+    if style.expert_biases:
+        mlp.append(replace(experts("gate_up_bias", "bias", ("gate", "up"), c.ffn, ()), tp_dim=0))
+        mlp.append(replace(experts("down_bias", "bias", ("down",), c.hidden, ()), tp_gradient="partial"))
+    if c.router_bias:
+        bias = ParamSpec(f"{LAYER}router.bias", (c.experts,), tp_gradient="equal", load_step=c.bias_update_rate)
+        mlp.append(bias)
+    if c.shared_ffn:
+        shared = gated_mlp_specs(c, c.shared_ffn, f"{LAYER}shared.")
+        mlp += [spec for spec in shared if spec.name.endswith("weight")]  # biases are those of dense layers
     dense_layers = set(range(c.layers)).difference(c.expert_layers)
-    mlp_specs = [*for_layers(dense_layers, dense_mlp_specs), *for_layers(c.expert_layers, mlp)]
-    return decoder_blueprint(c, mlp_specs)
+    dense = dense_mlp_specs or gated_mlp_specs(c, c.dense_ffn or c.ffn)
+    return [*for_layers(dense_layers, dense), *for_layers(c.expert_layers, mlp)]
 
 
 def moe_layer_names(c: MoeConfig) -> dict[str, str]:
     """Our names in a layer's mixture of experts, by expert and matrix (`0.gate`)."""
     return {
-        f"{index}.{name}": f"layers.*.mlp.experts.{index}.{name}.weight"
+        f"{index}.{name}": f"{LAYER}experts.{index}.{name}.weight"
         for index in range(c.experts)
         for name in ("gate", "up", "down")
     }
+
+
+def moe_hf_names(c: MoeConfig, shared: str = "shared_expert") -> dict[str, HfTensor]:
+    """The names that most families have for the MLPs of all layers; `shared` is that of the shared expert."""
+    layer = "model.layers.*.mlp."
+    matrices = {f"{LAYER}{at}{x}.weight": f"{at}{x}_proj" for at in ("", "shared.") for x in ("gate", "up", "down")}
+    matrices |= {f"{LAYER}router.weight": "gate", f"{LAYER}shared_gate.weight": "shared_expert_gate"}
+    matrices |= {ours: f"experts.{key}_proj" for key, ours in moe_layer_names(c).items()}
+    return {ours: HfTensor(f"{layer}{name.replace('shared.', f'{shared}.')}.weight") for ours, name in matrices.items()}
+
+
+def stacked_hf_names(
+    c: MoeConfig, experts: str = "model.layers.*.mlp.experts.", interleaved: bool = False
+) -> dict[str, HfTensor]:
+    """The names of experts whose transposed matrices are stacked (Llama 4). `interleaved`: gate and up alternate
+    (gpt-oss)."""
+    kinds = ("weight", "bias") if c.moe_style.expert_biases else ("weight",)
+    names = {}
+    for index in range(c.experts):
+        for part, matrix in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
+            for kind in kinds:
+                tensor = f"{experts}{matrix}_proj" + "_bias" * (kind == "bias")
+                alternates = interleaved and matrix == "gate_up"
+                names[f"{LAYER}experts.{index}.{part}.{kind}"] = HfTensor(
+                    tensor, kind == "weight", c.experts, alternates
+                )
+    return names
+
+
+def layers_text(layers: Iterable[int]) -> str | None:
+    """What `parse_layers` reads as these layers; None if there are none."""
+    ranges: list[list[int]] = []
+    for layer in sorted(layers):
+        if ranges and ranges[-1][-1] == layer - 1:
+            ranges[-1][1:] = [layer]
+        else:
+            ranges.append([layer])
+    return ",".join("-".join(map(str, ends)) for ends in ranges) or None

@@ -61,7 +61,8 @@ def stored_tensors(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
             if unfused_name not in tensors:  # a row of the blueprint for other layers
                 continue
             slices = out[name].slices if name in out else ()
-            out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), transposed=hf.transposed)
+            how = {"transposed": hf.transposed, "stacked": hf.stacked, "interleaved": hf.interleaved}
+            out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), **how)  # type: ignore[arg-type]
     check_all_stored(model, out.values(), "its Hugging Face names")
     return tuple(out.values())
 

@@ -33,6 +33,8 @@ class StoredTensor:
     """The file stores [in, out] where the unfused tensor is [out, in]. `dim` is a dim of the unfused tensor."""
     stacked: int | None = None
     """Number of matrices (experts) that the file stacks along a new first dim, each of equally many slices."""
+    interleaved: bool = False
+    """The rows of the slices of a matrix, which are equally many, alternate; `dim` is 0."""
 
     @property
     def matrices(self) -> tuple[tuple[TensorSlice, ...], ...]:
@@ -70,7 +72,8 @@ def assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | N
 
     def matrix(slices: tuple[TensorSlice, ...]) -> Tensor:
         pieces = [weights.read(piece) for piece in slices]
-        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, stored.dim)
+        joined = torch.stack(pieces, 1).flatten(0, 1) if stored.interleaved else torch.cat(pieces, stored.dim)
+        tensor = pieces[0] if len(pieces) == 1 else joined
         if stored.padded_size is not None and (missing := stored.padded_size - tensor.shape[stored.dim]):
             tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1 - stored.dim) + (0, missing))
         return tensor.T if stored.transposed else tensor
@@ -99,26 +102,28 @@ def check_tensors(
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A slice of an unfused tensor that starts at `start` along the dim of a stored tensor, whose data is `tensor`.
-    `matrix` is its place among stacked matrices."""
+    """A slice of an unfused tensor that starts at `start` along the dim of a stored tensor, whose data is `tensor`, and
+    has every `step`-th row from there on. `matrix` is its place among stacked matrices."""
 
     piece: TensorSlice
     stored: StoredTensor
     tensor: LazyTensor
     matrix: int
     start: int
+    step: int
 
     def read(self, part: TensorSlice) -> Tensor:
         """Read a part of the slice."""
-        origin = list(self.piece.offsets)
-        origin[self.stored.dim] -= self.start
-        index = part.to_index(tuple(origin))
-        index = index[::-1] if self.stored.transposed else index
+        rows, dim = list(part.to_index(self.piece.offsets)), self.stored.dim
+        first, stop = (self.start + end * self.step for end in (rows[dim].start, rows[dim].stop))
+        rows[dim] = slice(first, stop - self.step + 1)
+        index = rows[::-1] if self.stored.transposed else rows
         if self.stored.stacked is None:
-            tensor = self.tensor.read(index)
+            tensor = self.tensor.read(tuple(index))
         else:
             tensor = self.tensor.read((slice(self.matrix, self.matrix + 1), *index))[0]
-        return tensor.T if self.stored.transposed else tensor
+        tensor = tensor.T if self.stored.transposed else tensor
+        return tensor if self.step == 1 else tensor[:: self.step]
 
 
 TensorPairs = Iterable[tuple[StoredTensor, LazyTensor]]
@@ -129,10 +134,10 @@ def stored_slices(tensors: TensorPairs) -> Iterator[StoredSlice]:
     """The slices of all stored tensors."""
     for stored, tensor in tensors:
         for matrix, slices in enumerate(stored.matrices):
-            start = 0
+            start, step = 0, len(slices) if stored.interleaved else 1
             for piece in slices:
-                yield StoredSlice(piece, stored, tensor, matrix, start)
-                start += piece.sizes[stored.dim]
+                yield StoredSlice(piece, stored, tensor, matrix, start, step)
+                start += 1 if stored.interleaved else piece.sizes[stored.dim]
 
 
 class ShardedWeights:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from trainyard import compat
 
+BIAS_COLUMNS = 8
+"""Equal columns of the gradient of a bias: a grouped GEMM takes rows of 16 bytes or more."""
+
 
 @torch.library.custom_op("trainyard::grouped_linear", mutates_args=())
 def grouped_linear(x_ND: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
@@ -36,6 +39,28 @@ def grouped_wgrad(dy_NO: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
         torch.mm(dy_NO[start:end].T, x_ND[start:end], out=out_OD)
         start = end
     return out_EOD
+
+
+def add_grouped_bias(y_NO: Tensor, bias_EO: Tensor, ends_E: Tensor) -> Tensor:
+    """Add to each row the bias of its group."""
+    out: Tensor = _AddGroupedBias.apply(y_NO, bias_EO, ends_E)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _AddGroupedBias(torch.autograd.Function):
+    """The sums over groups in backward are a grouped GEMM with ones, because atomic additions come in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, y_NO: Tensor, bias_EO: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        row_N = torch.arange(y_NO.shape[0], dtype=ends_E.dtype, device=y_NO.device)
+        return y_NO + bias_EO.index_select(0, torch.searchsorted(ends_E, row_N, right=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (ends_E,) = ctx.saved_tensors
+        ones = grads[0].new_ones(grads[0].shape[0], BIAS_COLUMNS)
+        return grads[0], grouped_wgrad(grads[0].contiguous(), ones, ends_E)[..., 0], None
 
 
 @grouped_linear.register_fake

@@ -128,6 +128,12 @@ class Kernels:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """gate * sigmoid(alpha * gate) * (up + 1) on the two halves of each row, both clamped at the limit."""
+        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(gate * alpha) * (up + 1)
+
     def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., K] of the angles at integer positions [...], from radians per position [K]."""
         angle = position.unsqueeze(-1) * frequency

@@ -24,6 +24,11 @@ class ExpertSlots(NamedTuple):
         """The tokens in their slots, [M, D]; zeros in empty ones."""
         return _with_zero_row(x_ND).index_select(0, self.token_M)
 
+    def weights(self, weight_NK: Tensor) -> Tensor:
+        """The weight of the pair in each slot, [M]; 0 in empty ones."""
+        weight_M = weight_NK.new_zeros(len(self.token_M) + 1)
+        return weight_M.index_add(0, self.slot_NK.flatten(), weight_NK.flatten())[:-1]
+
     def scatter(self, out_MD: Tensor) -> Tensor:
         """The results of all pairs, [N, K, D]; zeros for those without a slot."""
         return _with_zero_row(out_MD).index_select(0, self.slot_NK.flatten()).view(*self.slot_NK.shape, -1)

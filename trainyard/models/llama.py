@@ -96,6 +96,16 @@ def reduce_output(tp: TensorAxis, linear: Linear, x: Tensor) -> Tensor:
     return tp.reduce_output(linear.matmul(x)) + linear.bias
 
 
+def make_mlp(c: DecoderConfig, make: ModuleFactory, name: str) -> LlamaMLP | MoeMLP:
+    """The MLP or the mixture of experts of a block, whichever the blueprint has."""
+    if not isinstance(c, MoeConfig) or f"{name}.router.weight" not in make.blueprint:
+        return LlamaMLP(c, make, name)
+    shared = LlamaMLP(c, make, f"{name}.shared") if c.shared_ffn else None
+    if shared:
+        shared.tp = TensorAxis()  # the mixture gathers its input and reduces its output
+    return MoeMLP(c, make, name, shared)
+
+
 class LlamaBlock(nn.Module):
     attention_class: ClassVar[Callable[..., nn.Module]] = LlamaAttention
 
@@ -106,11 +116,7 @@ class LlamaBlock(nn.Module):
         self.attention = self.attention_class(c, make, f"{name}.attention")
         self.attention_output_norm = make.decoder_norm(f"{name}.attention_output_norm", c)
         self.mlp_norm = make.decoder_norm(f"{name}.mlp_norm", c) or ResidualSum()
-        self.mlp: nn.Module
-        if isinstance(c, MoeConfig) and f"{name}.mlp.router.weight" in make.blueprint:
-            self.mlp = MoeMLP(c, make, f"{name}.mlp")
-        else:
-            self.mlp = LlamaMLP(c, make, f"{name}.mlp")
+        self.mlp = make_mlp(c, make, f"{name}.mlp")
         self.mlp_output_norm = make.decoder_norm(f"{name}.mlp_output_norm", c)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 M tokens, D input features, N output features, P parts with an adapter, R rank.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -120,12 +121,13 @@ class LoraLinear(Linear):
         return tuple(square.sqrt() for square in squares)
 
 
-def add_expert_adapters(experts: nn.ParameterDict, make: ModuleFactory, name: str) -> float:
+def add_expert_adapters(experts: nn.Module, matrices: Sequence[str], make: ModuleFactory, name: str) -> float:
     """Add the adapters of the matrices of experts `name.KEY` as KEY_lora_A and KEY_lora_B, if they have any. Returns
     what their update is multiplied by; 0: there are none."""
-    if f"{name}.{next(iter(experts))}_lora_A" not in make.blueprint:
+    if f"{name}.{matrices[0]}_lora_A" not in make.blueprint:
         return 0.0
-    experts.update(make.parameters(name, [f"{key}_lora_{letter}" for key in experts for letter in "AB"]))
+    for adapter in (f"{key}_lora_{letter}" for key in matrices for letter in "AB"):
+        experts.register_parameter(adapter, make.parameter(f"{name}.{adapter}"))
     return next(options.scale for _, options in make.linear_wrappers if isinstance(options, LoraKeys))
 
 

@@ -87,7 +87,7 @@ class ModuleFactory:
         return nn.ParameterDict({part: self.parameter(f"{name}.{part}") for part in parts})
 
     def linear(self, name: str) -> Linear:
-        bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
+        bias = self.optional_parameter(f"{name}.bias")
         fp8 = self.fp8.for_parameter(name) if self.fp8 else None
         linear = Linear(self.parameter(f"{name}.weight"), bias, self.kernels, fp8)
         spec = self.blueprint.spec(f"{name}.weight")

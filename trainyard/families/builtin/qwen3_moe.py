@@ -6,17 +6,22 @@ from typing import Any
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
+from trainyard.families.builtin.qwen2 import read_full_attention
+from trainyard.families.builtin.qwen2_moe import (
+    QWEN_MOE_HF_KEYS,
+    QWEN_MOE_IGNORED,
+    read_dense_layers,
+    write_dense_layers,
+)
 from trainyard.families.decoder import (
     DECODER_MODULE,
-    ROPE_HF_KEYS,
     DecoderStyle,
     decoder_hf_format,
     decoder_hf_keys,
     decoder_hf_names,
 )
-from trainyard.families.family import Family, HfNameMap, HfTensor
-from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
+from trainyard.families.family import Family
+from trainyard.families.moe import MoeConfig, moe_blueprint, moe_hf_names
 
 
 class Qwen3MoeConfig(MoeConfig):
@@ -36,17 +41,10 @@ class Qwen3MoeConfig(MoeConfig):
         return DecoderStyle(qk_norm="heads")
 
 
-def hf_names(c: Qwen3MoeConfig) -> HfNameMap:
-    layer = "model.layers.*.mlp."
-    experts = {ours: HfTensor(f"{layer}experts.{key}_proj.weight") for key, ours in moe_layer_names(c).items()}
-    mlp = {"layers.*.mlp.router.weight": HfTensor(f"{layer}gate.weight"), **experts}
-    return decoder_hf_names(c, mlp)
-
-
 def read(data: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 writes num_experts as num_local_experts."""
     experts = data.get("num_experts", data.get("num_local_experts", 128))
-    return {"experts": experts, **read_full_attention(data)}
+    return {"experts": experts, **read_full_attention(data), **read_dense_layers(data, 6144)}
 
 
 FAMILY = Family(
@@ -59,22 +57,20 @@ FAMILY = Family(
         "Qwen3MoeForCausalLM",
         keys={
             **decoder_hf_keys(kv_heads=4, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
-            "ffn": ("moe_intermediate_size", 768),
+            **QWEN_MOE_HF_KEYS,
             "experts": ("num_experts", 128),
+            "ffn": ("moe_intermediate_size", 768),
             "top_k": ("num_experts_per_tok", 8),
-            "normalize_top_k": ("norm_topk_prob", False),
-            "balance_loss": ("router_aux_loss_coef", 0.001),
         },
-        names=hf_names,
+        names=lambda c: decoder_hf_names(c, moe_hf_names(c)),
         fixed={
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
         },
-        ignored=(*ROPE_HF_KEYS, "intermediate_size", "num_local_experts", *WINDOW_KEYS),
+        ignored=(*QWEN_MOE_IGNORED, "num_local_experts"),
         read=read,
+        write=write_dense_layers,
     ),
 )

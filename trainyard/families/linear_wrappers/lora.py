@@ -177,7 +177,7 @@ def with_expert_adapters(blueprint: Blueprint, options: LoraKeys) -> Blueprint:
     def rows() -> Iterator[ParamSpec]:
         for spec in blueprint.specs:
             yield spec
-            if spec.experts and EXPERTS in options.targets:
+            if spec.experts and len(spec.shape) == 2 and EXPERTS in options.targets:
                 yield from adapters(spec)
 
     def adapters(weight: ParamSpec) -> tuple[ParamSpec, ParamSpec]:

@@ -30,8 +30,8 @@ SUFFIXES = {
 def expert_parameters(model: models.ModelConfig) -> set[str]:
     """The stacked matrices of experts, by transformers' names."""
     blueprint = models.blueprint_of(model)
-    matrices = (name for name in blueprint.parameter_names() if blueprint.spec(name).experts)
-    return {f"model.{name}_proj" for name in matrices if "lora" not in name}
+    names = (name for name in blueprint.parameter_names() if blueprint.spec(name).experts)
+    return {f"model.{name}_proj" for name in names if "lora" not in name and not name.endswith("_bias")}
 
 
 def expert_tensors(model: models.ModelConfig) -> Iterator[StoredTensor]:

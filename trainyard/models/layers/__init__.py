@@ -1,6 +1,6 @@
 """Layers that the model families share. Shapes: B batch, T tokens, D hidden, H heads, G kv heads, K head size."""
 
-from trainyard.models.layers.activation import BiasGelu, GatedActivation
+from trainyard.models.layers.activation import BiasGelu, ClampedSwiGLU, GatedActivation
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
 from trainyard.models.layers.dropout import Dropout, add_uniform_noise, dropout_site, token_seeds
 from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding, rope_frequencies
@@ -9,6 +9,7 @@ from trainyard.parallel.tensor_parallel import Linear
 
 __all__ = [
     "BiasGelu",
+    "ClampedSwiGLU",
     "CoreAttention",
     "Dropout",
     "Embedding",

@@ -40,6 +40,19 @@ class GatedActivation(Recomputable):
         return self.drop_output(y, lambda: self.compute(gate_up))
 
 
+class ClampedSwiGLU(Recomputable):
+    """SwiGLU with clamped inputs and one added to `up` (gpt-oss)."""
+
+    recompute_name = "activation"
+
+    def __init__(self, alpha: float, limit: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.alpha, self.limit, self.kernels = alpha, limit, kernels
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return self.kernels.clamped_swiglu(gate_up, self.alpha, self.limit)
+
+
 def gated_gelu(gate_up: Tensor, tanh: bool) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh" if tanh else "none") * up
