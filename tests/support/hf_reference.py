@@ -56,7 +56,10 @@ NEXT = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "full_attention_interval": 2,
-    "mlp_only_layers": [0, 1, 2, 3],
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
 }
 ODD_NEXT = {
@@ -83,8 +86,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 7}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
-    "qwen3_next": ("qwen3_next", NEXT),
-    "qwen3_next-odd": ("qwen3_next", {**NEXT, **ODD_NEXT}),
+    "qwen3_next": ("qwen3_next", {**NEXT, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3_next-odd": ("qwen3_next", {**NEXT, **ODD_NEXT, "mlp_only_layers": [0, 1, 2, 3]}),
     "olmo2": ("olmo2", {"num_key_value_heads": 2, "pad_token_id": 0}),
     "olmo2-biases": ("olmo2", {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}),
     "granite": ("granite", {"num_key_value_heads": 2, **GRANITE}),
@@ -122,6 +125,11 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe-every-other": (
         "qwen2_moe",
         {**QWEN2_MOE, "num_key_value_heads": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
+    "qwen3_next-experts": ("qwen3_next", NEXT),
+    "qwen3_next-dense-layers": (
+        "qwen3_next",
+        {**NEXT, **ODD_NEXT, "mlp_only_layers": [1], "norm_topk_prob": False, "decoder_sparse_step": 2},
     ),
     "olmoe": ("olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe-normalized": (

@@ -8,29 +8,40 @@ from pydantic import Field, model_validator
 
 from trainyard.core.section import PositiveInt
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, parse_layers
+from trainyard.families.builtin.qwen2_moe import (
+    QWEN_MOE_HF_KEYS,
+    read_dense_layers,
+    write_dense_layers,
+)
 from trainyard.families.decoder import (
     ROPE_HF_KEYS,
-    DecoderConfig,
     DecoderStyle,
-    decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
     decoder_hf_names,
     read_rope,
-    write_decoder,
 )
 from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.model_config import Recurrence
+from trainyard.families.moe import MoeConfig, MoeStyle, layers_text, moe_blueprint, moe_hf_names
 
 ATTENTION = "layers.*.attention."
 MIXER_KEYS = ("layer_types", "full_attention_interval", "partial_rotary_factor")
+DENSE_LAYER_KEYS = ("intermediate_size", "mlp_only_layers", "decoder_sparse_step")
 """Keys that `read` reads."""
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 
-class Qwen3NextConfig(DecoderConfig):
-    """Qwen3-Next: gated delta nets and gated attention, norms of 1 + weight, rotation of a part of each head."""
+class Qwen3NextConfig(MoeConfig):
+    """Qwen3-Next: gated delta nets and gated attention, norms of 1 + weight, RoPE of a part of each head, many small
+    experts and a shared one with a gate."""
 
+    experts: PositiveInt = 512
+    """Number of experts in each layer."""
+    top_k: PositiveInt = 10
+    """Experts that a token goes to."""
+    shared_ffn: PositiveInt | None = Field(...)
+    """Intermediate size of the shared expert, an MLP that every token goes through as well."""
     head_dim: PositiveInt | None = 256
     """Width of a head, an even number; null: hidden / heads."""
     norm_eps: float = Field(1e-6, gt=0)
@@ -63,6 +74,10 @@ class Qwen3NextConfig(DecoderConfig):
         return DecoderStyle(norm="rms_plus_one", qk_norm="heads")
 
     @property
+    def moe_style(self) -> MoeStyle:
+        return MoeStyle(shared_gate=True)
+
+    @property
     def full_attention_layers(self) -> Collection[int]:
         text = self.attention_layers
         return range(3, self.layers, 4) if text is None else parse_layers(text, self.layers) if text else ()
@@ -87,7 +102,7 @@ class Qwen3NextConfig(DecoderConfig):
 
 
 def blueprint(c: Qwen3NextConfig) -> Blueprint:
-    table = decoder_blueprint(c)
+    table = moe_blueprint(c)
     first = next(index for index, spec in enumerate(table.specs) if spec.name.startswith(ATTENTION))
     attention = [_with_gate(spec) for spec in table.specs if spec.name.startswith(ATTENTION)]
     others = [spec for spec in table.specs if not spec.name.startswith(ATTENTION)]
@@ -140,7 +155,7 @@ DELTA_HF_NAMES = {
 
 
 def hf_names(c: Qwen3NextConfig) -> HfNameMap:
-    names = decoder_hf_names(c)
+    names = decoder_hf_names(c, moe_hf_names(c))
     delta = {f"{ATTENTION}{ours}": HfTensor(f"model.layers.*.linear_attn.{hf}") for ours, hf in DELTA_HF_NAMES.items()}
     return replace(names, table={**names.table, **delta})
 
@@ -152,14 +167,14 @@ def read(data: Mapping[str, Any]) -> dict[str, Any]:
     if len(types) != layers or not set(types) <= set(LAYER_TYPES):
         raise ValueError(f"layer_types={types}: not {layers} of {', '.join(LAYER_TYPES)}")
     attention = [layer for layer, kind in enumerate(types) if kind == LAYER_TYPES[1]]
-    text = None if attention == [*range(3, layers, 4)] else ",".join(map(str, attention))
+    text = None if attention == [*range(3, layers, 4)] else layers_text(attention) or ""
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", data.get("partial_rotary_factor", 0.25))
-    return {"attention_layers": text, "rotary_share": share, **read_rope(data)}
+    return {"attention_layers": text, "rotary_share": share, **read_rope(data), **read_dense_layers(data, 5632)}
 
 
 def write(c: Qwen3NextConfig) -> dict[str, Any]:
-    data = write_decoder(c)
+    data = write_dense_layers(c)
     data["rope_parameters"]["partial_rotary_factor"] = c.rotary_share
     types = [LAYER_TYPES[layer in c.full_attention_layers] for layer in range(c.layers)]
     return {**data, "layer_types": types, "partial_rotary_factor": c.rotary_share}
@@ -175,6 +190,12 @@ FAMILY = Family(
         "Qwen3NextForCausalLM",
         keys={
             **decoder_hf_keys(kv_heads=2, head_dim=256, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
+            **QWEN_MOE_HF_KEYS,
+            "ffn": ("moe_intermediate_size", 512),
+            "experts": ("num_experts", 512),
+            "top_k": ("num_experts_per_tok", 10),
+            "normalize_top_k": ("norm_topk_prob", True),
+            "shared_ffn": ("shared_expert_intermediate_size", 512),
             "delta_key_heads": ("linear_num_key_heads", 16),
             "delta_value_heads": ("linear_num_value_heads", 32),
             "delta_key_dim": ("linear_key_head_dim", 128),
@@ -183,20 +204,7 @@ FAMILY = Family(
         },
         names=hf_names,
         fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
-        ignored=(
-            *ROPE_HF_KEYS,
-            *MIXER_KEYS,
-            *[
-                "decoder_sparse_step",
-                "mlp_only_layers",
-                "num_experts",
-                "num_experts_per_tok",
-                "norm_topk_prob",
-                "router_aux_loss_coef",
-                "moe_intermediate_size",
-                "shared_expert_intermediate_size",
-            ],
-        ),
+        ignored=(*ROPE_HF_KEYS, *MIXER_KEYS, *DENSE_LAYER_KEYS),
         read=read,
         write=write,
     ),
