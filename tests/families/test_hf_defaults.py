@@ -26,7 +26,7 @@ DECODER |= {"rope_theta": 500.0, "max_position_embeddings": 80, "initializer_ran
 DECODER |= {"head_dim": 6, "bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
 QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob": True}
-NEXT = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+NEXT = {"linear_num_key_heads": 8, "linear_num_value_heads": 48, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 NEXT |= {"linear_conv_kernel_dim": 3, "shared_expert_intermediate_size": 40, "norm_topk_prob": False}
 FILES: dict[str, dict[str, Any]] = {
     "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
@@ -42,7 +42,7 @@ FILES: dict[str, dict[str, Any]] = {
     "qwen3": DECODER,
     "qwen2_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
-    "qwen3_next": {**DECODER, **EXPERTS, **QWEN_EXPERTS, **NEXT, "num_key_value_heads": 4},
+    "qwen3_next": {**DECODER, **EXPERTS, **QWEN_EXPERTS, **NEXT, "num_experts": 12, "num_key_value_heads": 4},
     "olmoe": {**DECODER, **EXPERTS, "num_experts": 9, "norm_topk_prob": True},
     "gpt": {**GPT, "n_inner": 60, "layer_norm_epsilon": 1e-3, "initializer_range": 0.5, "tie_word_embeddings": False}
     | {"activation_function": "gelu", "pad_token_id": 8, "bos_token_id": 5, "eos_token_id": 6},
@@ -106,7 +106,7 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
     assert {key: getattr(defaults, key, value) for key, value in family.hf.fixed.items()} == family.hf.fixed
 
 
-SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
+SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT, "qwen3_next": {"num_hidden_layers": 4}}
 MANY_EXPERTS = {"qwen2_moe": {"num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"}}
 MANY_EXPERTS["qwen3_next"] = MANY_EXPERTS["qwen2_moe"] | {"num_experts_per_tok", "linear_num_value_heads"}
 MANY_EXPERTS |= {"qwen3_moe": {"num_experts", "moe_intermediate_size"}, "olmoe": {"num_experts"}}
