@@ -68,6 +68,10 @@ def make_engine(model: dict[str, Any], slots: int = 3) -> tuple[Any, Callable[[s
     return build_engine(section, CpuDevice(), Group(), shape, lambda name: values(name) * 8), values
 
 
+def test_bits_that_depend_on_nothing_else_in_the_batch_are_refused() -> None:
+    assert "recurrent layers" in model_conflict(configs.tiny_config(NO_ATTENTION).model)
+
+
 def test_a_family_without_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "PREFILL_CHUNK", 8)
     engine, values = make_engine(NO_ATTENTION)
@@ -98,4 +102,3 @@ def test_bytes_of_a_cache_are_those_that_an_engine_has(name: str, qwen3_next: tu
         engine, section = model.scheduler.engine, model.model_config
     caches = [buffer for key, buffer in engine.model.named_buffers() if "_cache" in key or ".state" in key]
     assert sum(buffer.nbytes for buffer in caches) == cache_bytes(section, 1, 3, 100, 4)
-    assert "recurrent layers" in model_conflict(section)

@@ -120,7 +120,7 @@ def test_rope_angles(size: int) -> None:
     position = torch.tensor([[0], [5], [131071]], dtype=torch.int32, device=DEVICE)
     frequency = 1e4 ** -torch.linspace(0, 1, size, device=DEVICE)
     for actual, expected in zip(
-        rope_angles(position, frequency), Kernels().rope_angles(position, frequency), strict=True
+        rope_angles(position, frequency, 1.25), Kernels().rope_angles(position, frequency, 1.25), strict=True
     ):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 

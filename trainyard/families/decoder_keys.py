@@ -1,11 +1,12 @@
 """Keys that some decoders have: biases, the activation of the gate, and windows in some of the layers."""
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import Field, Strict, model_validator
+from pydantic import model_validator
 
 from trainyard.core.section import PositiveInt
+from trainyard.families.blueprint import layers_text, parse_layers
 from trainyard.families.decoder import DecoderConfig, GateActivation, HfKeyGroup
 
 ACTIVATIONS: Mapping[str, GateActivation] = {
@@ -18,7 +19,6 @@ ACTIVATIONS: Mapping[str, GateActivation] = {
 """By the names of transformers."""
 ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """The names of transformers that are written."""
-LayerIndices = Annotated[tuple[int, ...], Strict(False)]
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Layers in transformers' `layer_types`."""
 
@@ -44,22 +44,22 @@ class WindowedDecoderConfig(DecoderConfig):
     sliding_window: PositiveInt | None = None
     """Number of tokens, its own included, that a token attends to at most in layers with a window. Default: all tokens
     before it."""
-    full_attention_layers: LayerIndices | None = Field(None)
-    """The layers without a window. Default: every second one, or as the family has it."""
+    full_attention_layers: str | None = None
+    """The layers without a window, such as 0-2, 3-, even, odd or 0,5-7; `none`: all have one. Default: every second
+    layer, or those of the family."""
 
     @property
     def full_layers(self) -> Collection[int]:
-        if self.full_attention_layers is not None:
-            return self.full_attention_layers
-        return range(self.window_period - 1, self.layers, self.window_period)
+        if self.full_attention_layers is None:
+            return range(self.window_period - 1, self.layers, self.window_period)
+        return () if self.full_attention_layers == "none" else parse_layers(self.full_attention_layers, self.layers)
 
     def attention_window(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.sliding_window
 
     @model_validator(mode="after")
     def _check_full_layers(self) -> Self:
-        if outside := [layer for layer in self.full_attention_layers or () if not 0 <= layer < self.layers]:
-            raise ValueError(f"full_attention_layers: the layers are 0 to {self.layers - 1}, found {outside[0]}")
+        assert self.full_layers is not None  # reads `full_attention_layers`
         return self
 
 
@@ -86,8 +86,9 @@ def layer_type_keys(period: int) -> HfKeyGroup:
             raise ValueError(f"layer_types={unknown[0]}: not supported; one of {FULL}, {SLIDING}")
         if len(kinds) != count:
             raise ValueError(f"layer_types: {len(kinds)} of them for num_hidden_layers={count}")
-        full = tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
-        return {"full_attention_layers": None if full == tuple(range(period - 1, count, period)) else full}
+        full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+        is_default = full == list(range(period - 1, count, period))
+        return {"full_attention_layers": None if is_default else layers_text(full) or "none"}
 
     def write(c: Any) -> dict[str, Any]:
         return {"layer_types": [FULL if layer in c.full_layers else SLIDING for layer in range(c.layers)]}

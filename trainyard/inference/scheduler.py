@@ -68,7 +68,8 @@ class RequestScheduler:
         """Longest prompt plus new tokens that a request can have."""
         has_short_units = shares_prefixes and engine.device.synchronous
         unit = CPU_PREFILL_CHUNK if has_short_units else PREFILL_CHUNK
-        self.prefixes = PrefixCache(engine.num_slots, unit, is_used=not engine.layer_states)
+        # States cannot be cut at a token.
+        self.prefixes = PrefixCache(engine.num_slots, unit, 0 if engine.layer_states else engine.model.static_length)
         self.waiting: deque[Request] = deque()
         self.slots: list[Sequence | None] = [None] * engine.num_slots
         self.queued_steps: deque[QueuedStep] = deque()

@@ -46,9 +46,9 @@ class BatchInvariantKernels(Kernels):
         gelu = partial(F.gelu, approximate="tanh" if tanh else "none")
         return with_gradients_of(lambda x, bias: gelu(x + bias), lambda x, bias: elementwise(gelu, x + bias), x, bias)
 
-    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_angles(self, position: Tensor, frequency: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
         angle = position.unsqueeze(-1) * frequency
-        return elementwise(torch.cos, angle), elementwise(torch.sin, angle)
+        return elementwise(torch.cos, angle) * factor, elementwise(torch.sin, angle) * factor
 
     def attention(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, first_B: Tensor, documents_BT: Tensor | None,

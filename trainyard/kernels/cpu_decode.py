@@ -26,8 +26,8 @@ class CpuDecodeKernels(Kernels):
         y = (y if outputs > MAX_COPIED_OUTPUTS else y.contiguous()).view(*x.shape[:-1], outputs)
         return y if bias is None else y + bias
 
-    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = super().rope_angles(position, frequency)
+    def rope_angles(self, position: Tensor, frequency: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        cos, sin = super().rope_angles(position, frequency, factor)
         return _compute_once(cos), _compute_once(sin)
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:

@@ -134,27 +134,34 @@ class Kernels:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(gate * alpha) * (up + 1)
 
-    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., K] of the angles at integer positions [...], from radians per position [K]."""
+    def rope_angles(self, position: Tensor, frequency: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., R] of the angles at integer positions [...], from radians per position [R], times a
+        factor."""
         angle = position.unsqueeze(-1) * frequency
-        return angle.cos(), angle.sin()
+        cos, sin = angle.cos(), angle.sin()
+        return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
-    def rope(self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, (H + 2 G) K] to q [B, H, T, K], k and v [B, G, T, K]; q and k rotated."""
-        head_dim = cos.shape[-1]
+    def rope(
+        self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int, interleaved: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, (H + 2 G) K] to q [B, H, T, K], k and v [B, G, T, K]; q and k rotated as `apply_rope` does. Without
+        cosines and sines, nothing rotates."""
+        head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         projections = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
         q, k, v = (y.view(*y.shape[:2], -1, head_dim).transpose(1, 2) for y in projections)
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        if cos is None or sin is None:
+            return q, k, v
+        return apply_rope(q, cos, sin, interleaved), apply_rope(k, cos, sin, interleaved), v
 
     def norm_rope(
-        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
-        kv_heads: int,
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None,
+        heads: int, kv_heads: int, interleaved: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`rope` after an RMSNorm of each head of q and k."""
         x = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
         q, k, v = torch.split(x, [heads, kv_heads, kv_heads], 2)
         q, k = (rms_norm(y, w, eps) for y, w in ((q, q_weight), (k, k_weight)))
-        return self.rope(torch.cat((q, k, v), 2).flatten(2), cos, sin, heads, kv_heads)
+        return self.rope(torch.cat((q, k, v), 2).flatten(2), cos, sin, heads, kv_heads, interleaved)
 
     def sum_rows(self, x: Tensor, index: Tensor, weight: Tensor | None) -> Tensor:
         """Row n of the result is the sum over k of weight[n, k] (fp32; None: 1) times x[index[n, k]]."""
@@ -209,12 +216,19 @@ def counter_dropout(x: Tensor, p: float, seeds: tuple[Tensor, Tensor], site: Ten
     return torch.where(bits >= round(p * 2**31), x / (1 - p), 0.0)
 
 
-def apply_rope(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding on halves, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32. If positions differ between
-    samples, cos and sin are [B, 1, T, K]."""
-    x = x_BHTK.float()
-    x1, x2 = x.chunk(2, -1)
-    return (x * cos_TK + torch.cat((-x2, x1), -1) * sin_TK).to(x_BHTK.dtype)
+def apply_rope(x_BHTK: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding of the first R dims, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32. x1 and x2 are
+    halves of these dims, or its even and odd dims if `interleaved`. If positions differ between samples, cos and sin
+    are [B, 1, T, R]."""
+    size = cos_TR.shape[-1]
+    x, rest = x_BHTK[..., :size].float(), x_BHTK[..., size:]
+    if interleaved:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        x1, x2 = x.chunk(2, -1)
+        turned = torch.cat((-x2, x1), -1)
+    rotated = (x * cos_TR + turned * sin_TR).to(x_BHTK.dtype)
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
 def split_qkv(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

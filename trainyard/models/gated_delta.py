@@ -58,7 +58,7 @@ class GatedDeltaNet(Recomputable):
         self.out = make.linear(f"{name}.out")
         self.state = make.layer_state((c.conv_width - 1, 2 * self.groups * K + heads * V), (heads, K, V))
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: Any, documents_BT: Tensor | None) -> Tensor:
         qkvz, ba = self.tp.column_parallel(x_BTD, *self.projections, keep_gathered=self.keep_gathered)
         *qkv, z = qkvz.unflatten(-1, (self.groups, -1)).split(self.widths, -1)
         beta_BTH, rate_BTH = (x.flatten(2).float() for x in ba.unflatten(-1, (self.groups, -1)).chunk(2, -1))

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from trainyard.families.decoder import (
     DECODER_MODULE,
-    ROPE_HF_KEYS,
     DecoderStyle,
     GateActivation,
     decoder_blueprint,
@@ -15,6 +14,7 @@ from trainyard.families.decoder import (
 )
 from trainyard.families.decoder_keys import WindowedDecoderConfig, activation_keys, layer_type_keys
 from trainyard.families.family import Family, HfKeys
+from trainyard.families.rope import ROPE_HF_KEYS
 
 NORMS = {
     "attention_norm": "input_layernorm",

@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, parse_layers
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, layers_text, parse_layers
 from trainyard.families.builtin.qwen2_moe import (
     QWEN_MOE_HF_KEYS,
     read_dense_layers,
@@ -23,10 +23,10 @@ from trainyard.families.decoder import (
 )
 from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.model_config import Recurrence
-from trainyard.families.moe import MoeConfig, MoeStyle, layers_text, moe_blueprint, moe_hf_names
+from trainyard.families.moe import MoeConfig, MoeStyle, moe_blueprint, moe_hf_names
 
 ATTENTION = "layers.*.attention."
-MIXER_KEYS = ("layer_types", "full_attention_interval", "partial_rotary_factor")
+MIXER_KEYS = ("layer_types", "full_attention_interval")
 DENSE_LAYER_KEYS = ("intermediate_size", "mlp_only_layers", "decoder_sparse_step")
 """Keys that `read` reads."""
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -46,7 +46,7 @@ class Qwen3NextConfig(MoeConfig):
     """Width of a head, an even number; null: hidden / heads."""
     norm_eps: float = Field(1e-6, gt=0)
     """Epsilon added to the mean square in RMSNorm."""
-    rotary_share: float = Field(0.25, gt=0, le=1)
+    partial_rotary_factor: float = Field(0.25, gt=0, le=1)
     """Share of a head that RoPE rotates, its first dims."""
     attention_layers: str | None = None
     """Layers with attention, such as 3,7 or odd; all others have a gated delta net. Default: every fourth."""
@@ -168,16 +168,12 @@ def read(data: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"layer_types={types}: not {layers} of {', '.join(LAYER_TYPES)}")
     attention = [layer for layer, kind in enumerate(types) if kind == LAYER_TYPES[1]]
     text = None if attention == [*range(3, layers, 4)] else layers_text(attention) or ""
-    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor", data.get("partial_rotary_factor", 0.25))
-    return {"attention_layers": text, "rotary_share": share, **read_rope(data), **read_dense_layers(data, 5632)}
+    return {"attention_layers": text, **read_rope(data, 0.25), **read_dense_layers(data, 5632)}
 
 
 def write(c: Qwen3NextConfig) -> dict[str, Any]:
-    data = write_dense_layers(c)
-    data["rope_parameters"]["partial_rotary_factor"] = c.rotary_share
     types = [LAYER_TYPES[layer in c.full_attention_layers] for layer in range(c.layers)]
-    return {**data, "layer_types": types, "partial_rotary_factor": c.rotary_share}
+    return {**write_dense_layers(c), "layer_types": types}
 
 
 FAMILY = Family(
