@@ -47,8 +47,8 @@ def test_captured_steps(qwen3_next: tuple[Path, Any], monkeypatch: pytest.Monkey
     assert run_prompts(model, prompts) == expected
 
 
-def test_common_beginnings_are_computed_again(qwen3_next: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state cannot be cut at a token, so that nothing is reused."""
+def test_common_beginnings_are_reused(qwen3_next: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state cannot be cut at a token: a copy is kept where prompts go on."""
     monkeypatch.setattr(scheduler_module, "CPU_PREFILL_CHUNK", 8)
     (beginning,) = random_prompts(30)
     prompts = [[*beginning, *end] for end in random_prompts(1, 7, 3, 20)] + [beginning]
@@ -57,7 +57,7 @@ def test_common_beginnings_are_computed_again(qwen3_next: tuple[Path, Any], monk
     events = run(model, [Request(index, prompt, options) for index, prompt in enumerate(prompts)])
     for index, prompt in enumerate(prompts):
         assert [e.token for e in events[index]] == expected_tokens(qwen3_next[1], prompt, max_new_tokens=5)
-        assert events[index][0].cached_tokens == 0
+    assert [events[index][0].cached_tokens for index in range(len(prompts))] == [0, 24, 24, 24, 0]
 
 
 def make_engine(model: dict[str, Any], slots: int = 3) -> tuple[Any, Callable[[str], torch.Tensor]]:
@@ -100,5 +100,7 @@ def test_bytes_of_a_cache_are_those_that_an_engine_has(name: str, qwen3_next: tu
     else:
         model = load(qwen3_next[0], max_seq_len=100)
         engine, section = model.scheduler.engine, model.model_config
-    caches = [buffer for key, buffer in engine.model.named_buffers() if "_cache" in key or ".state" in key]
-    assert sum(buffer.nbytes for buffer in caches) == cache_bytes(section, 1, 3, 100, 4)
+    engine.keep_state(0)  # which makes copies of states
+    caches = [buffer.nbytes for key, buffer in engine.model.named_buffers() if "_cache" in key or ".state" in key]
+    copies = [kept.nbytes for _, kept in engine._rings]
+    assert sum(caches + copies) == cache_bytes(section, 1, 3, 100, 4, False)

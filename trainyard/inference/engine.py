@@ -124,9 +124,11 @@ class Engine:
         decode steps are compiled, one graph for each shape."""
         self.model, self.state, self.device, self.kernels = model, state, device, kernels
         self.num_slots, self.max_seq_len = len(state.lengths), max_seq_len
-        states = [module for module in model.modules() if isinstance(module, SlotStates)]
-        self.layer_states = [tensor for module in states for tensor in module.tensors]
-        """What layers without keys and values keep of each slot, which cannot be cut at a token."""
+        self._attention = [module for module in model.modules() if isinstance(module, CachedAttention)]
+        self._states = [x for module in model.modules() if isinstance(module, SlotStates) for x in module.tensors]
+        self.has_rings = bool(self._states) or any(module.is_ring for module in self._attention)
+        """A ring keeps the last tokens only, and a state cannot be cut at a token: a prompt begins with another one's
+        if `keep_state` was called there."""
         handle = device.torch_device
         self.lengths = state.lengths
         self.tokens = torch.zeros_like(self.lengths)
@@ -166,11 +168,25 @@ class Engine:
 
     @functools.cached_property
     def _caches(self) -> list[tuple[Tensor, Tensor]]:
-        """The caches of all layers, each with a copy of the first position of free slots: a decode step leaves its
+        """The caches that are no rings, each with a copy of the first position of free slots: a decode step leaves its
         token there."""
-        modules = [module for module in self.model.modules() if isinstance(module, CachedAttention)]
+        modules = [module for module in self._attention if not module.is_ring]
         caches = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
         return [(cache, torch.zeros_like(cache[:, :, 0])) for cache in caches]
+
+    @functools.cached_property
+    def _rings(self) -> list[tuple[Tensor, Tensor]]:
+        """The caches that are rings and the states of other layers, each with a copy of what it was after the tokens of
+        a slot that are kept."""
+        modules = [module for module in self._attention if module.is_ring]
+        rings = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
+        return [(ring, torch.zeros_like(ring)) for ring in (*rings, *self._states)]
+
+    @torch.inference_mode()
+    def keep_state(self, slot: int) -> None:
+        """Let prompts begin with all tokens that are in the cache of a slot now, though its rings will lose them."""
+        for ring, kept in self._rings:
+            kept[slot] = ring[slot]
 
     @torch.inference_mode()
     def keep_prefix(self, slot: int) -> None:
@@ -183,6 +199,8 @@ class Engine:
         """Copy the first positions of one free slot to another."""
         for cache, first in self._caches:
             cache[target, :, :length], first[target] = cache[source, :, :length], first[source]
+        for _, kept in self._rings:
+            kept[target] = kept[source]
 
     @torch.inference_mode()
     def reuse_prefix(self, source: int, target: int, length: int, source_is_free: bool) -> None:
@@ -193,6 +211,8 @@ class Engine:
                 cache[target, :, :length] = cache[source, :, :length]
             if source_is_free:
                 cache[target, :, 0] = first[source]
+        for ring, kept in self._rings:
+            ring[target] = kept[target] = kept[source]
         self.lengths[target] = length
 
     @torch.inference_mode()
@@ -227,14 +247,14 @@ class Engine:
         padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
         index = torch.tensor(slots, device=handle)
         positions = torch.arange(start, start + longest, dtype=torch.int32, device=handle).expand(len(rows), -1)
-        self.state.decoding, self.state.slots, self.state.start = False, index, start
-        self.state.tokens = torch.tensor([len(row) for row in rows], dtype=torch.int32, device=handle)
+        counts = torch.tensor([len(row) for row in rows], device=handle)
+        self.state.decoding, self.state.slots, self.state.start, self.state.counts = False, index, start, counts
         prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
         x_BTD = self.model.run_blocks(self._batch(padded.to(handle), positions, prompt_lengths))
         if not is_last:
             self.lengths[index] = start + longest  # decode steps of other slots leave their token there
             return None
-        last = self.state.tokens.long() - 1
+        last = counts - 1
         logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None]).float()
         lengths = (last + start + 1).int()
         chosen = self.sampler.choose(logits, index, lengths, needs)
@@ -266,7 +286,7 @@ class Engine:
         work = partial(self._decode, self.tokens[rows], self.lengths[rows], self.is_active[rows], variant)
         if not self.device.supports_graphs:
             return lambda: start_reading(self.device, work())
-        changed = [self.tokens, self.lengths, *(tensor[rows] for tensor in self.layer_states)]
+        changed = [self.tokens, self.lengths, *(tensor[rows] for tensor in self._states)]
         if variant.needs.penalized and self.sampler.penalties:
             changed.append(self.sampler.penalties.counts)
         before = [tensor.clone() for tensor in changed]

@@ -23,7 +23,7 @@ class SlotStates(nn.Module):
         if self.state.decoding:  # a slot that is free or in the middle of its prompt has no token
             return self.state.is_active[:rows], [tensor[:rows] for tensor in self.tensors]
         before = [tensor[self.state.slots] for tensor in self.tensors]
-        return self.state.tokens, before if self.state.start else [torch.zeros_like(tensor) for tensor in before]
+        return self.state.counts, before if self.state.start else [torch.zeros_like(tensor) for tensor in before]
 
     def write(self, *states: Tensor) -> None:
         for tensor, state in zip(self.tensors, states, strict=True):

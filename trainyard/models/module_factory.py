@@ -48,7 +48,7 @@ class LayerState(Protocol):
     every sequence."""
 
     def read(self, rows: int) -> tuple[Tensor, list[Tensor]]:
-        """For the `rows` sequences of a forward pass: how many of its tokens count, int32 [rows], and the states before
+        """For the `rows` sequences of a forward pass: how many of its tokens count, [rows], and the states before
         the first of them, [rows, *shape]: zeros where a sequence begins. Tokens that do not count are at the end, and
         must not change the state."""
 
