@@ -99,7 +99,8 @@ def weights_from_tensors(model: models.ModelConfig, tensors: Mapping[str, LazyTe
     ties, names = hf_names(model).tied, tensors.keys()
     tensors = {hf.current_name(name, names): tensor for name, tensor in tensors.items()}
     expected = {stored.name: stored for stored in stored_tensors(model)}
-    check_tensors("checkpoint", expected, tensors, lambda name: name in ties or IGNORED_BUFFERS.search(name))
+    ignored = re.compile(f"{IGNORED_BUFFERS.pattern}|^({hf.unread})")
+    check_tensors("checkpoint", expected, tensors, lambda name: name in ties or ignored.search(name))
     return ShardedWeights(model, ((stored, tensors[name]) for name, stored in expected.items()))
 
 

@@ -61,7 +61,10 @@ class GatedDeltaNet(Recomputable):
     def forward(self, x_BTD: Tensor, positions: Any, documents_BT: Tensor | None) -> Tensor:
         qkvz, ba = self.tp.column_parallel(x_BTD, *self.projections, keep_gathered=self.keep_gathered)
         *qkv, z = qkvz.unflatten(-1, (self.groups, -1)).split(self.widths, -1)
-        beta_BTH, rate_BTH = (x.flatten(2).float() for x in ba.unflatten(-1, (self.groups, -1)).chunk(2, -1))
+        # Not `chunk`, whose backward concatenates: the gradient of b looks like images in channels_last, of which
+        # torch.cat returns other strides than torch's compiler expects (2.13).
+        rows = ba.unflatten(-1, (self.groups, 2, -1)).float()
+        beta_BTH, rate_BTH = (rows[..., index, :].flatten(2) for index in range(2))
         g_BTH = -self.log_rate.float().exp() * F.softplus(rate_BTH + self.rate_bias.float())
         x_BTC = torch.cat([x.flatten(2) for x in qkv], -1).float()
         if self.state:

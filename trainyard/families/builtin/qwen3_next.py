@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from trainyard.core.section import PositiveInt
+from trainyard.core.section import PositiveInt, nearest_multiples
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, layers_text, parse_layers
 from trainyard.families.builtin.qwen2_moe import (
     QWEN_MOE_HF_KEYS,
@@ -65,7 +65,8 @@ class Qwen3NextConfig(MoeConfig):
     def _check_delta(self) -> Self:
         heads, keys = self.delta_value_heads, self.delta_key_heads
         if heads % keys:
-            raise ValueError(f"delta_value_heads={heads}: not a multiple of delta_key_heads={keys}; nearest: {keys}")
+            nearest = nearest_multiples(heads, keys)
+            raise ValueError(f"delta_value_heads={heads}: not a multiple of delta_key_heads={keys}; nearest: {nearest}")
         assert self.full_attention_layers is not None  # reads `attention_layers`
         return self
 
@@ -163,9 +164,11 @@ def hf_names(c: Qwen3NextConfig) -> HfNameMap:
 def read(data: Mapping[str, Any]) -> dict[str, Any]:
     layers, types = data["num_hidden_layers"], data.get("layer_types")
     every = data.get("full_attention_interval", 4)
+    if not types and every < 1:
+        raise ValueError(f"full_attention_interval={every}: must be 1 or more; nearest: 1")
     types = types or [LAYER_TYPES[(layer + 1) % every == 0] for layer in range(layers)]
     if len(types) != layers or not set(types) <= set(LAYER_TYPES):
-        raise ValueError(f"layer_types={types}: not {layers} of {', '.join(LAYER_TYPES)}")
+        raise ValueError(f"layer_types={str(types)[:60]}: not {layers} of {', '.join(LAYER_TYPES)}")
     attention = [layer for layer, kind in enumerate(types) if kind == LAYER_TYPES[1]]
     text = None if attention == [*range(3, layers, 4)] else layers_text(attention) or ""
     return {"attention_layers": text, **read_rope(data, 0.25), **read_dense_layers(data, 5632)}
@@ -201,6 +204,7 @@ FAMILY = Family(
         names=hf_names,
         fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
         ignored=(*ROPE_HF_KEYS, *MIXER_KEYS, *DENSE_LAYER_KEYS),
+        unread=r"mtp\.",
         read=read,
         write=write,
     ),
