@@ -25,6 +25,14 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
+def bmm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """The fp32 product of batches of matrices, which may be bf16; on GPUs it is never rounded (`out_dtype` of bmm, torch
+    2.11 to 2.14)."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a, b).float()
+
+
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """a @ b of fp8 matrices times their inverse scales, plus bias, in bf16 (torch 2.11 to 2.14).
 

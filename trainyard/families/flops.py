@@ -31,18 +31,10 @@ def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_pre
     if blueprint.tied_head:
         vocab, hidden, head_tokens = blueprint.tied_head
         matmuls += 2 * vocab * hidden * tokens[head_tokens] * blueprint.tied_head_passes
-    layers = Counter(mixing_flops(c, layer, seq_len) for layer in range(c.layers))
+    last = [c.layers - 1] * len(c.mtp_blocks)  # which are like the last layer
+    layers = Counter(mixing_flops(c, layer, seq_len) for layer in (*range(c.layers), *last))
     full, causal = (sum(count * flops[kind] for flops, count in layers.items()) for kind in range(2))
     return SampleFlops(matmuls + 3.0 * full, matmuls + 3.0 * causal)
-
-
-def mixing_flops(c: ModelConfig, layer: int, seq_len: int) -> tuple[float, float]:
-    """Forward FLOP of one sample in this layer besides matrices: of all pairs of tokens, and of those that its mask
-    keeps. Without attention, both are those of its state."""
-    if recurrence := c.recurrence(layer):
-        return recurrence.flops * seq_len, recurrence.flops * seq_len
-    keys = 2 * c.heads * (c.head_size + c.value_size) * seq_len
-    return keys * seq_len, keys * family_of(c).visible_keys(c, layer, seq_len)
 
 
 def layer_flops(c: ModelConfig, blueprint: Blueprint, seq_len: int) -> list[float]:
@@ -52,6 +44,19 @@ def layer_flops(c: ModelConfig, blueprint: Blueprint, seq_len: int) -> list[floa
         + mixing_flops(c, layer, seq_len)[1]
         for layer in range(c.layers)
     ]
+
+
+def mixing_flops(c: ModelConfig, layer: int, seq_len: int) -> tuple[float, float]:
+    """Forward FLOP of one sample in this layer besides matrices: with all pairs of tokens, and with those that its mask
+    keeps."""
+    recurrence, keys = c.recurrence(layer), pair_flops(c, layer) * seq_len
+    of_state = recurrence.flops * seq_len if recurrence else 0
+    return of_state + keys * seq_len, of_state + keys * family_of(c).visible_keys(c, layer, seq_len)
+
+
+def pair_flops(c: ModelConfig, layer: int) -> int:
+    """Forward FLOP of a query and a key in all heads of a layer: a score, and a value times its weight."""
+    return 2 * c.heads * sum(c.attention_widths(layer))
 
 
 def _matrices(blueprint: Blueprint, layer: int) -> list[ParamSpec]:

@@ -6,12 +6,13 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from trainyard.core.section import ONE_OR_MORE, PositiveInt, Section, nearest_divisor
+from trainyard.core.yaml_io import format_value
 from trainyard.families.linear_wrapper import LinearSection
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 TokenIds = Annotated[tuple[int, ...], Strict(False), BeforeValidator(lambda ids: (ids,) if type(ids) is int else ids)]
 NewTokens = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False), ONE_OR_MORE]
-TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
+TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate", "mtp_loss")
 """Keys of the model section that matter to training only, besides dropout and fused matrices."""
 
 
@@ -62,7 +63,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
-        if self.hidden % self.heads and getattr(self, "head_dim", None) is None:
+        is_default = getattr(self, "head_dim", None) is None and self.head_size == self.hidden // self.heads
+        if self.hidden % self.heads and is_default:
             nearest = nearest_divisor(self.heads, self.hidden)
             raise ValueError(f"heads={self.heads}: does not divide hidden={self.hidden}; nearest: {nearest}")
         return self
@@ -100,10 +102,34 @@ class ModelConfig(Section):
         """What this layer has instead of attention; None: attention."""
         return None
 
+    def attention_widths(self, layer: int) -> tuple[int, int]:
+        """Widths of a key and of a value of each head in this layer, for FLOP counts; zeros without attention."""
+        return (0, 0) if self.recurrence(layer) else (self.head_size, self.value_size)
+
+    def cache_width(self, layer: int, tp: int) -> int:
+        """Numbers that generation keeps of a token in this layer, on each of `tp` ranks."""
+        return max(self.num_kv_heads // tp, 1) * sum(self.attention_widths(layer))
+
     def layer_kind(self, layer: int) -> Hashable:
         """What tells a layer from others. Layers of one kind have the same rows in the blueprint and compute the same,
         so that one of them stands for all where a plan traces."""
         return self.attention_window(layer), self.recurrence(layer)
+
+    @property
+    def mtp_blocks(self) -> tuple[str, ...]:
+        """Names of the blocks after the last layer that predict further tokens in training (`families/mtp.py`)."""
+        count = 0 if self.score_head else getattr(self, "mtp_layers", 0)
+        return tuple(f"mtp_{distance}" for distance in range(1, count + 1))
+
+    @property
+    def without_mtp(self) -> Self:
+        """The model that generates."""
+        return self.model_copy(update={"mtp_layers": 0}) if self.mtp_blocks else self
+
+    @property
+    def context_keys(self) -> tuple[str, ...]:
+        """Keys that a run may change when it starts from the weights of another one: they have no weights."""
+        return ()
 
     @property
     def num_experts(self) -> int:
@@ -154,6 +180,23 @@ def first_model_difference(model_a: ModelConfig, model_b: ModelConfig) -> tuple[
         if not ignored and a.get(key) != b.get(key):
             return key, a.get(key), b.get(key)
     return None
+
+
+def with_context_of(model: ModelConfig, stored: ModelConfig) -> ModelConfig:
+    """A model with the `context_keys` of another one, whose weights it takes."""
+    changed = {key: getattr(stored, key) for key in model.context_keys if getattr(model, key) != getattr(stored, key)}
+    return model.model_copy(update=changed) if changed else model
+
+
+def context_notes(stored: ModelConfig, model: ModelConfig) -> tuple[str, ...]:
+    """One line about `context_keys` that differ from those of the model whose weights are taken. A shorter context
+    needs none."""
+    found, before = (each.model_dump(mode="json") for each in (model, stored))
+    shorter = ("max_positions",) if model.max_positions <= stored.max_positions else ()
+    keys = [key for key in model.context_keys if key in before and key not in shorter]
+    changed = [key for key in keys if found[key] != before[key]]
+    texts = [f"model.{key}={format_value(found[key])} (before: {format_value(before[key])})" for key in changed]
+    return (f"other positions than the weights were trained with: {', '.join(texts)}",) if texts else ()
 
 
 def _compared_keys(model: ModelConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,8 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import read_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
-from trainyard.families.model_config import first_model_difference
+from trainyard.families.model_config import context_notes, first_model_difference
+from trainyard.families.mtp import is_later_layer, stored_mtp
 from trainyard.families.registry import hf_names
 from trainyard.formats.format import CheckpointFormat, FormatWriter
 from trainyard.formats.io.async_io import background_fsync, prefetch
@@ -63,6 +65,7 @@ def stored_tensors(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
             slices = out[name].slices if name in out else ()
             how = {"transposed": hf.transposed, "stacked": hf.stacked, "interleaved": hf.interleaved}
             out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), **how)  # type: ignore[arg-type]
+    out |= {copy: replace(out[name], name=copy) for copy, name in hf_names(model).copies.items()}
     check_all_stored(model, out.values(), "its Hugging Face names")
     return tuple(out.values())
 
@@ -96,11 +99,17 @@ class InMemoryWeights:
 def weights_from_tensors(model: models.ModelConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
     """Weights from Hugging Face tensors by name, after a check for missing, unknown and misshapen tensors."""
     hf = models.family_of(model).hf
-    ties, names = hf_names(model).tied, tensors.keys()
+    names = tensors.keys()
     tensors = {hf.current_name(name, names): tensor for name, tensor in tensors.items()}
-    expected = {stored.name: stored for stored in stored_tensors(model)}
-    ignored = re.compile(f"{IGNORED_BUFFERS.pattern}|^({hf.unread})")
-    check_tensors("checkpoint", expected, tensors, lambda name: name in ties or ignored.search(name))
+    model = stored_mtp(model, tensors)
+    repeated = hf_names(model).tied | hf_names(model).copies
+    expected = {stored.name: stored for stored in stored_tensors(model) if stored.name not in repeated}
+
+    def is_ignored(name: str) -> bool:
+        is_unread = IGNORED_BUFFERS.search(name) or re.match(hf.unread, name)
+        return name in repeated or bool(is_unread) or is_later_layer(model, name)
+
+    check_tensors("checkpoint", expected, tensors, is_ignored)
     return ShardedWeights(model, ((stored, tensors[name]) for name, stored in expected.items()))
 
 
@@ -126,9 +135,17 @@ def open_hf(directory: str | Path, model: models.ModelConfig | None = None) -> S
             weights = weights_from_tensors(model, opener(root / file))
         else:
             continue
-        weights.notes = tuple(changed_files(root))
+        weights.notes = (*changed_files(root), *_context_notes(root / "config.json", model))
         return weights
     raise UserError(f"{root / SAFETENSORS_FILE}: no such file; expected a Hugging Face directory with safetensors")
+
+
+def _context_notes(file: Path, model: models.ModelConfig) -> tuple[str, ...]:
+    """What differs between the positions of a model and those of the config.json beside its weights."""
+    try:
+        return context_notes(read_hf(json.loads(file.read_text()), models.family_of(model)), model)
+    except (OSError, ValueError, UserError):  # the model is what the caller says
+        return ()
 
 
 def write_hf(

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from trainyard import compat
 from trainyard.devices import Device
-from trainyard.inference.cached_attention import CachedAttention, CacheState
-from trainyard.inference.layer_state import SlotStates
+from trainyard.inference.cached_attention import CacheState, LayerCache
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import Sampler, StepNeeds, token_logprobs
-from trainyard.kernels.reference import Kernels
 from trainyard.models import Batch, TransformerStage
 
 VISIBLE_STEP = 64
@@ -110,25 +108,15 @@ class DecodeVariant(NamedTuple):
 class Engine:
     """Owns the model, its cache, and the last token of every slot."""
 
-    def __init__(
-        self,
-        model: TransformerStage,
-        state: CacheState,
-        device: Device,
-        kernels: Kernels,
-        max_seq_len: int,
-        vocab: int,
-        compiled: bool,
-    ) -> None:
-        """`model` has attention layers with a cache, and others with a state, that share `state`. With `compiled`,
-        decode steps are compiled, one graph for each shape."""
-        self.model, self.state, self.device, self.kernels = model, state, device, kernels
-        self.num_slots, self.max_seq_len = len(state.lengths), max_seq_len
-        self._attention = [module for module in model.modules() if isinstance(module, CachedAttention)]
-        self._states = [x for module in model.modules() if isinstance(module, SlotStates) for x in module.tensors]
-        self.has_rings = bool(self._states) or any(module.is_ring for module in self._attention)
-        """A ring keeps the last tokens only, and a state cannot be cut at a token: a prompt begins with another one's
-        if `keep_state` was called there."""
+    def __init__(self, model: TransformerStage, state: CacheState, device: Device, vocab: int, compiled: bool) -> None:
+        """`model` has layers with a cache or states that share `state`. With `compiled`, decode steps are compiled,
+        one graph for each shape."""
+        self.model, self.state, self.device = model, state, device
+        self._layers = [module for module in model.modules() if isinstance(module, LayerCache)]
+        self.num_slots, self.max_seq_len = state.lengths.shape[0], self._layers[0].max_seq_len - 1
+        self.has_rings = any(module.is_ring for module in self._layers)
+        """A ring keeps the last tokens only, and a state cannot be cut: a prompt begins with another one's if
+        `keep_state` was called there."""
         handle = device.torch_device
         self.lengths = state.lengths
         self.tokens = torch.zeros_like(self.lengths)
@@ -141,6 +129,7 @@ class Engine:
         """Slots that are free, of which the device has not been told."""
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
+        self.kernels = model.kernels
         self.compute_logits: Callable[[Tensor, Tensor, int], Tensor] = self._decode_logits
         if compiled:
             compat.allow_recompiles(MAX_GRAPHS)
@@ -170,17 +159,15 @@ class Engine:
     def _caches(self) -> list[tuple[Tensor, Tensor]]:
         """The caches that are no rings, each with a copy of the first position of free slots: a decode step leaves its
         token there."""
-        modules = [module for module in self._attention if not module.is_ring]
-        caches = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
+        caches = [cache for layer in self._layers if not layer.is_ring for cache in layer.caches]
         return [(cache, torch.zeros_like(cache[:, :, 0])) for cache in caches]
 
     @functools.cached_property
     def _rings(self) -> list[tuple[Tensor, Tensor]]:
-        """The caches that are rings and the states of other layers, each with a copy of what it was after the tokens of
-        a slot that are kept."""
-        modules = [module for module in self._attention if module.is_ring]
-        rings = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
-        return [(ring, torch.zeros_like(ring)) for ring in (*rings, *self._states)]
+        """The caches that are rings or states, each with a copy of what it was after the tokens of a slot that are
+        kept."""
+        layers = [layer for layer in self._layers if layer.is_ring]
+        return [(cache, torch.zeros_like(cache)) for layer in layers for cache in layer.caches]
 
     @torch.inference_mode()
     def keep_state(self, slot: int) -> None:
@@ -272,7 +259,7 @@ class Engine:
         self._publish()
         rows = min(_next_power_of_two(rows), self.num_slots)
         visible = self.max_seq_len + 1
-        if not self.kernels.has_decode_attention:
+        if not all(layer.reads_lengths for layer in self._layers):
             visible = min(_round_up(longest + 1), visible)
         # A kernel that reads the lengths itself needs no bound on them, so its steps differ in the rows only.
         variant = DecodeVariant(rows, visible, needs)
@@ -286,7 +273,8 @@ class Engine:
         work = partial(self._decode, self.tokens[rows], self.lengths[rows], self.is_active[rows], variant)
         if not self.device.supports_graphs:
             return lambda: start_reading(self.device, work())
-        changed = [self.tokens, self.lengths, *(tensor[rows] for tensor in self._states)]
+        states = [cache for layer in self._layers if layer.is_state for cache in layer.caches]
+        changed = [self.tokens, self.lengths, *(cache[rows] for cache in states)]
         if variant.needs.penalized and self.sampler.penalties:
             changed.append(self.sampler.penalties.counts)
         before = [tensor.clone() for tensor in changed]
