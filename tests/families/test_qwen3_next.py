@@ -28,6 +28,8 @@ from trainyard.kernels.gated_delta import gated_delta_step
 from trainyard.models.init import initial_values
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.recompute import apply_recompute
+from trainyard.preflight.plan.planned_run import PlannedRun
+from trainyard.preflight.plan.trace.work_trace import TRACED_DEVICE, trace_work
 
 PUBLISHED = json.loads((Path(__file__).parent / "qwen3_next_80b.json").read_text())
 """config.json of Qwen3-Next-80B-A3B, which transformers 4.57 wrote."""
@@ -113,6 +115,30 @@ def test_flops_of_a_gated_delta_net_are_those_of_its_single_tokens() -> None:
     assert delta == 50 * (2 * (matrices + mlp) + c.recurrence(0).flops)
     projections = c.hidden * 24 * (2 * 4 + 2 * 2) + 4 * 24 * c.hidden
     assert attention == 50 * 2 * (projections + mlp) + 4 * 4 * 24 * 50 * 51 / 2
+
+
+def test_a_plan_traces_a_state_and_no_pairs_of_tokens() -> None:
+    """Matrix multiplications of the chunks are a little more than what single tokens need, at any length."""
+    sizes = {
+        "hidden": 256,
+        "experts": 4,
+        "top_k": 2,
+        "layers": 4,
+        "vocab": 100,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+    }
+    sizes |= {"delta_key_heads": 4, "delta_value_heads": 8}
+    model = {**from_hf(PUBLISHED).model_dump(mode="json"), **sizes}
+    for seq_len in (256, 512):
+        train = {"global_batch": 1, "micro_batch": 1}
+        config = configs.tiny_config(model, data={"seq_len": seq_len}, train=train, precision={"kind": "bf16"})
+        run = PlannedRun(config, Layout.from_config(config, 1), TRACED_DEVICE)
+        work, flops = trace_work(run), layer_flops(config.model, blueprint_of(config.model), seq_len)
+        assert not work[0].attention
+        assert 1 < work[0].matmul_flops / (3 * flops[0]) < 1.4
+        assert sum(work[3].attention.values()) == 2
 
 
 def test_initial_rates_are_those_of_every_layout() -> None:
