@@ -245,7 +245,7 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Mixtures of experts, whose modules have other names than their files: compare files, not modules."""
-OTHER_BLOCKS = ("llama", "gpt", "bert", "qwen3_next")
+OTHER_BLOCKS = ("llama", "gpt", "opt", "bert", "qwen3_next")
 LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if name == family and name not in OTHER_BLOCKS]
 """Variants of the families that share Llama's block, one each."""
 ROPE_VARIANTS = [name for name in VARIANTS if "rope" in name or "yarn" in name or "dynamic" in name]
@@ -277,6 +277,12 @@ def hf_model(variant: str, **changes: Any) -> Any:
         for parameter in model.parameters():  # make biases and norms random too
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.eval()
+
+
+def known_keys(variant: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Those keys of config.json that the family of a variant has."""
+    known = {hf_key for hf_key, _ in find_family({**VARIANTS, **MOE_VARIANTS}[variant][0]).hf.keys.values()}
+    return {key: value for key, value in keys.items() if key in known}
 
 
 def hf_forward(family: str, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
