@@ -3,9 +3,9 @@ Hugging Face's files."""
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trainyard.core.section import PositiveInt, nearest_divisor
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, parse_layers
@@ -13,6 +13,8 @@ from trainyard.families.decoder import DecoderConfig, decoder_blueprint, gated_m
 from trainyard.families.family import HfTensor
 
 LAYER = "layers.*.mlp."
+LayerNames = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+"""What `parse_layers` reads; a number is the index of a layer."""
 SIGMOID_EPSILON = 1e-20
 """What transformers adds to the sum of a token's sigmoids before it divides by the sum."""
 
@@ -56,7 +58,7 @@ class MoeConfig(DecoderConfig):
     """What a token chooses groups by: the largest score in it, or the sum of the two largest."""
     shared_ffn: PositiveInt | None = None
     """Intermediate size of the shared expert, an MLP that every token goes through as well. Default: none."""
-    dense_layers: str | None = None
+    dense_layers: LayerNames | None = None
     """Layers with an MLP instead of experts, such as 0-2, 3-, even, odd or 0,5-7. Default: none."""
     dense_ffn: PositiveInt | None = None
     """Intermediate size of the MLP of those layers. Default: ffn."""
