@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from trainyard.families import Blueprint, Family
 from trainyard.families.decoder import (
-    ROPE_HF_KEYS,
     DecoderConfig,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
-    read_rope,
 )
-from trainyard.models.layers import RMSNorm
+from trainyard.families.rope import ROPE_HF_KEYS, read_rope
+from trainyard.models.layers import PositionTable, RMSNorm
 from trainyard.models.llama import Llama, LlamaAttention, LlamaMLP
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
@@ -61,9 +60,9 @@ class GemmaBlock(nn.Module):
         self.mlp = LlamaMLP(c, make, f"{name}.mlp")
         self.mlp.activation = GeluGate()
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)
-        x_BTD, y_BTD = self.mlp_norm(x_BTD, self.attention(y_BTD, cos_TK, sin_TK, documents_BT))
+        x_BTD, y_BTD = self.mlp_norm(x_BTD, self.attention(y_BTD, positions, documents_BT))
         return x_BTD + self.mlp(y_BTD)
 
 
@@ -74,7 +73,7 @@ class Gemma(Llama):
         self.norm = gemma_norm(c, make, "norm")
         self.embedding_scale = c.hidden**0.5
 
-    def embed(self, batch: Any, *block_inputs: Tensor | None) -> Tensor:
+    def embed(self, batch: Any, *block_inputs: Any) -> Tensor:
         x_BTD = super().embed(batch, *block_inputs)
         return x_BTD * torch.tensor(self.embedding_scale, dtype=x_BTD.dtype)
 

@@ -15,6 +15,7 @@ from trainyard import models
 from trainyard.checkpoint.weights import local_values
 from trainyard.core.errors import UserError
 from trainyard.families import Family, ModelConfig, find_family
+from trainyard.families.decoder_keys import ACTIVATIONS
 from trainyard.families.family import REQUIRED
 from trainyard.families.hf_config import from_hf
 from trainyard.families.registry import FAMILIES
@@ -26,7 +27,13 @@ DECODER |= {"head_dim": 6, "bos_token_id": 5, "eos_token_id": [6, 7], "pad_token
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
 QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob": True}
 FILES: dict[str, dict[str, Any]] = {
-    "llama": DECODER,
+    "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "granite": {**DECODER, "attention_bias": True, "mlp_bias": True}
+    | {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4},
+    "gemma2": {**DECODER, "tie_word_embeddings": False, "sliding_window": 7, "attention_bias": True}
+    | {"query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    | {"hidden_activation": "gelu", "layer_types": ["full_attention", "sliding_attention"]},
+    "olmo2": {**DECODER, "attention_bias": True},
     "mistral": {**DECODER, "sliding_window": 7},
     "mixtral": {**DECODER, **EXPERTS, "sliding_window": 7, "num_local_experts": 9},
     "qwen2": DECODER,
@@ -56,8 +63,11 @@ def values_of_transformers(family: Family, data: dict[str, Any]) -> dict[str, An
         values["rope_theta"] = config.rope_parameters["rope_theta"]
         values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
     if "activation" in family.config_class.model_fields:
-        name = getattr(config, "activation_function", None) or config.hidden_act
-        values["activation"] = {"gelu": "gelu", "gelu_new": "gelu_tanh"}[name]
+        keys = ("activation_function", "hidden_activation", "hidden_act")
+        name = next(name for key in keys if (name := getattr(config, key, None)))
+        values["activation"] = {**ACTIVATIONS, "gelu_new": "gelu_tanh"}[name]
+    if isinstance(kinds := getattr(config, "layer_types", None), list) and "full_layers" in dir(family.config_class):
+        values["full_layers"] = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     ids = values["eos_token_id"]
     return values | {"eos_token_id": (ids,) if isinstance(ids, int) else ids and tuple(ids)}
 
@@ -66,6 +76,8 @@ def values_read(section: ModelConfig, keys: Any) -> dict[str, Any]:
     values = {key: getattr(section, key) for key in keys}
     if "kv_heads" in values:
         values |= {"kv_heads": section.num_kv_heads, "head_dim": section.head_size}
+    if "full_layers" in values:
+        values["full_layers"] = tuple(values["full_layers"])
     return values
 
 

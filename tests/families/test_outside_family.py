@@ -106,6 +106,28 @@ def test_train_resume_convert_and_generate(cli: ForkServer, tmp_path: Path) -> N
     assert "PYTHONPATH" in refused.stderr
 
 
+def test_a_run_starts_from_a_config_json_that_only_the_family_knows(cli: ForkServer, tmp_path: Path) -> None:
+    """Neither an entry point nor a copy of the sizes is needed."""
+    (tmp_path / "outside.py").write_text(
+        "from dataclasses import replace\n"
+        "import gemma\n"
+        "FAMILY = replace(gemma.FAMILY, name='outside', hf=replace(gemma.FAMILY.hf, model_type='outside'))\n"
+    )
+    (tmp_path / "gemma.py").write_bytes((EXAMPLE / "gemma.py").read_bytes())
+    sizes = {**LLAMA, "num_key_value_heads": 1, "head_dim": 20}
+    transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes)).save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "outside"}))
+    text = "model: {family: 'outside:FAMILY', from_hf: hf}\ncheckpoint: {init_from: hf}\n"
+    (tmp_path / "run.yaml").write_text(f"base: tiny-llama\n{text}")
+    options = ["train.steps=1", "device.name=cpu", "data.source=synthetic", "data.seq_len=64"]
+    run = cli.run(["train", "run.yaml", *options], cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    other = cli.run(["train", "run.yaml", "model.family=llama"], cwd=tmp_path)
+    assert other.returncode == 2
+    assert "model_type=outside: not supported; one of llama" in other.stderr
+
+
 def family_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> models.ModelConfig:
     module = ModuleType("broken_family")
     module.FAMILY = replace(find_family(NAME), **changes)  # type: ignore[attr-defined]

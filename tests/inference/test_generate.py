@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 
 from tests.support.forkserver import ForkServer
 from tests.support.hf_folders import copy_without_end_token, edit_json
-from tests.support.hf_reference import LLAMA_LIKE, MOE_VARIANTS, hf_model
+from tests.support.hf_reference import LLAMA_LIKE, LONGROPE, MOE_VARIANTS, hf_model
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files
 from trainyard.devices.cpu import CpuDevice
@@ -45,6 +45,20 @@ MODELS = {
     "deepseek": lambda: LlamaForCausalLM(
         LlamaConfig(**LLAMA | {"num_key_value_heads": 8}, rope_scaling={"rope_type": "linear", "factor": 4.0})
     ),
+    **{
+        f"llama {rope['rope_type']}": partial(
+            lambda rope, positions: LlamaForCausalLM(
+                LlamaConfig(**LLAMA | {"max_position_embeddings": positions}, rope_scaling=rope)
+            ),
+            rope,
+            positions,
+        )
+        for rope, positions in (
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+            ({"rope_type": "dynamic", "factor": 4.0}, 32),
+            ({**LONGROPE, "short_factor": [1.0, 1.5, 1.5, 2.0], "long_factor": [1.0, 3.0, 4.0, 6.0]}, 128),
+        )
+    },
     **{name: partial(hf_model, name, **LLAMA) for name in (*LLAMA_LIKE, *MOE_VARIANTS)},
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=128)),
 }

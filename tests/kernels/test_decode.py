@@ -120,7 +120,7 @@ def test_rope_angles(size: int) -> None:
     position = torch.tensor([[0], [5], [131071]], dtype=torch.int32, device=DEVICE)
     frequency = 1e4 ** -torch.linspace(0, 1, size, device=DEVICE)
     for actual, expected in zip(
-        rope_angles(position, frequency), Kernels().rope_angles(position, frequency), strict=True
+        rope_angles(position, frequency, 1.25), Kernels().rope_angles(position, frequency, 1.25), strict=True
     ):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
@@ -143,7 +143,7 @@ def check_attention(
     expected = reference.decode_attention(
         q.float(), k.float(), v.float(), *expected_caches, length_tensor, cos, sin, window
     )
-    actual = decode_attention(q, k, v, k_cache, v_cache, length_tensor, cos, sin, window, config)
+    actual = decode_attention(q, k, v, k_cache, v_cache, length_tensor, cos, sin, window, config=config)
     close(actual, expected.to(dtype), dtype)
     for cache, expected_cache in zip((k_cache, v_cache), expected_caches, strict=True):
         for slot, length in enumerate(lengths):

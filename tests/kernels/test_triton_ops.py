@@ -183,24 +183,52 @@ def test_weight_gradient_of_rms_norm_sums_over_many_rows(
     close(grads[0], grads[1], torch.float32)
 
 
-@each_value(dtype=DTYPES, shape=[(4, 4, 16), (6, 2, 24), (3, 1, 8)], per_sample={"shared": False, "per-sample": True})
-def test_rope(dtype: torch.dtype, shape: tuple[int, int, int], per_sample: bool) -> None:
-    """`shape` is heads, kv heads and head dim; positions are shared or differ between samples."""
-    heads, kv_heads, head_dim = shape
+ROPE_CASES = {
+    "dtype": DTYPES,
+    "shape": [(4, 4, 16, 16), (6, 2, 24, 24), (3, 1, 8, 8), (4, 2, 24, 10)],
+    "per_sample": {"shared": False, "per-sample": True},
+    "interleaved": {"halves": False, "pairs": True},
+}
+"""`shape` is heads, kv heads, head dim and how many of its dims rotate; positions are shared or differ between
+samples."""
+
+
+def rope_table(size: int, per_sample: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Cosines and sines with a factor."""
+    angle = random(2, 1, 5, size // 2) if per_sample else random(5, size // 2)
+    angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    return 1.1 * angle.cos(), 1.1 * angle.sin()
+
+
+@each_value(**ROPE_CASES)
+def test_rope(dtype: torch.dtype, shape: tuple[int, int, int, int], per_sample: bool, interleaved: bool) -> None:
+    heads, kv_heads, head_dim, size = shape
     qkv = random(2, 5, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    angle = random(2, 1, 5, head_dim // 2) if per_sample else random(5, head_dim // 2)
-    angle = torch.cat((angle, angle), -1)
-    compare("rope", dtype, [qkv], angle.cos(), angle.sin(), heads, kv_heads)
+    compare("rope", dtype, [qkv], *rope_table(size, per_sample, interleaved), heads, kv_heads, interleaved)
 
 
-@each_value(dtype=DTYPES, shape=[(4, 4, 16), (6, 2, 24), (3, 1, 8)], per_sample={"shared": False, "per-sample": True})
-def test_norm_rope(dtype: torch.dtype, shape: tuple[int, int, int], per_sample: bool) -> None:
-    heads, kv_heads, head_dim = shape
+@each_value(**ROPE_CASES)
+def test_norm_rope(dtype: torch.dtype, shape: tuple[int, int, int, int], per_sample: bool, interleaved: bool) -> None:
+    heads, kv_heads, head_dim, size = shape
     qkv = 3 * random(2, 5, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     weights = [1 + 0.2 * random(head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
-    angle = random(2, 1, 5, head_dim // 2) if per_sample else random(5, head_dim // 2)
-    angle = torch.cat((angle, angle), -1)
-    compare("norm_rope", dtype, [qkv, *weights], 1e-6, angle.cos(), angle.sin(), heads, kv_heads)
+    table = rope_table(size, per_sample, interleaved)
+    compare("norm_rope", dtype, [qkv, *weights], 1e-6, *table, heads, kv_heads, interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_partial_rope_in_pairs(interleaved: bool) -> None:
+    """Both at once, which the cases above may not have."""
+    rest = (*rope_table(10, interleaved, interleaved), 4, 2, interleaved)
+    compare("rope", torch.float32, [random(2, 5, 8 * 24)], *rest)
+    weights = [1 + 0.2 * random(24, seed=seed) for seed in (1, 2)]
+    compare("norm_rope", torch.float32, [random(2, 5, 8 * 24), *weights], 1e-6, *rest)
+
+
+def test_without_rope() -> None:
+    compare("rope", torch.float32, [random(2, 5, 8 * 24)], None, None, 4, 2)
+    weights = [1 + 0.2 * random(24, seed=seed) for seed in (1, 2)]
+    compare("norm_rope", torch.float32, [random(2, 5, 8 * 24), *weights], 1e-6, None, None, 4, 2)
 
 
 @pairwise(dtype=DTYPES, top_k=[1, 2, 3], columns=[64, 2048 + 40])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support import configs
-from tests.support.hf_reference import LLAMA31, VARIANTS, hf_forward, hf_reference
+from tests.support.hf_reference import LLAMA31, LONGROPE, VARIANTS, hf_forward, hf_reference
 from trainyard import models
 from trainyard.checkpoint.weights import local_values
 from trainyard.core.errors import UserError
@@ -133,8 +133,14 @@ def test_config_json_round_trip(variant: str) -> None:
     ("change", "message"),
     [
         ({"model_type": "mamba"}, "model_type=mamba"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"hidden_act": "relu2"}, "hidden_act=relu2: not supported; one of silu, "),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_type=mrope"),
+        ({"rope_scaling": {**LLAMA31, "mrope_section": [2, 2, 2]}}, "mrope_section=.* not known for RoPE"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "config.json: factor: missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}, "rope_scaling": None}, "partial_rotary_factor=0.5: not"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: not supported"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 5}}, "long_factor: a list of 5; nearest: 6, half of 12"),
         ({"num_attention_heads": 5}, "heads=5"),
         ({"logit_scale": 0.5}, "logit_scale=0.5: not known for llama, and may change"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trainyard.core.batch import Batch
+from trainyard.kernels.reference import AttentionScores
 from trainyard.parallel import attention_blocks, packed_documents
 from trainyard.train.micro_batches.split import count_documents
 
@@ -35,20 +36,23 @@ def test_starts_are_those_of_a_walk_over_the_tokens() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on NVIDIA GPUs")
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_kernel_equals_masked_attention(kv_heads: int, window: int) -> None:
+@pytest.mark.parametrize("value_size", [64, 40])
+def test_kernel_equals_masked_attention(kv_heads: int, window: int, value_size: int) -> None:
     documents = random_documents(3, 256).cuda()
     q, k, v, dout = (
-        torch.randn(3, 256, heads, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        for heads in (4, kv_heads, kv_heads, 4)
+        torch.randn(3, 256, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for heads, width in ((4, 64), (kv_heads, 64), (kv_heads, value_size), (4, value_size))
     )
+    scores = AttentionScores(0.2, None, torch.randn(4, device="cuda"))
     positions = torch.arange(256, dtype=torch.int32, device="cuda")
     mask = attention_blocks.BlockMask(documents, documents, None, positions, positions, window)
-    expected, expected_lse = attention_blocks.forward(*(x.float() for x in (q, k, v)), True, mask)
-    out, lse = packed_documents.forward(q, k, v, documents, 32, window)
+    expected, expected_lse = attention_blocks.forward(*(x.float() for x in (q, k, v)), True, mask, scores)
+    attention_blocks.add_sinks(expected, expected_lse, scores)
+    out, lse = packed_documents.forward(q, k, v, documents, 32, window, scores)
     assert (out.float() - expected).abs().max() < 0.02
     assert (lse - expected_lse).abs().max() < 0.02
-    gradients = packed_documents.backward(dout, q, k, v, out, lse, documents, 32, window)
+    gradients = packed_documents.backward(dout, q, k, v, out, lse, documents, 32, window, scores)
     inputs = (x.float() for x in (dout, q, k, v, expected))
-    wanted = attention_blocks.backward(*inputs, expected_lse, True, mask)
+    wanted = attention_blocks.backward(*inputs, expected_lse, True, mask, scores)
     for gradient, other in zip(gradients, wanted, strict=True):
         assert (gradient.float() - other).abs().max() < 0.02 * other.abs().max()

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.support.thread_ring import ThreadRing, run_on_threads
 from trainyard import compat
 from trainyard.core.counter_rng import DropoutRng, RowSeeds, row_seeds
-from trainyard.kernels.reference import counter_dropout
+from trainyard.kernels.reference import PLAIN_SCORES, counter_dropout
 from trainyard.models.layers import CoreAttention
 from trainyard.parallel import attention_blocks, ring_attention
 from trainyard.parallel.axes import Axes
@@ -197,8 +197,8 @@ def test_flash_where_torch_prefers_it(method: str) -> None:
     """Some devices and settings make scaled_dot_product_attention prefer flash attention to cuDNN."""
     case = make_case("plain", True, "cuda", torch.bfloat16, (2, 4, 2, 128, 32))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        assert compat.select_attention_kernel(case.q, case.k, True, False)
-        assert not compat.select_attention_kernel(case.q, case.k, False, True)
+        assert compat.select_attention_kernel(case.q, case.k, case.v, True, False)
+        assert not compat.select_attention_kernel(case.q, case.k, case.v, False, True)
         actual = parallel_attention(case, 4, method)
     for x, y in zip(actual, dense_attention(case), strict=True):
         assert (x.double() - y).norm() < 0.01 * y.norm()
@@ -228,13 +228,13 @@ def test_blocks_add_up(dtype: torch.dtype, device: str) -> None:
         expected = list(torch.autograd.grad(y, (q64, k64, v64), case.dout.double()))
         cut = 1 + trial % (S - 1)
         for kind in ("fused", "fused with a bias", "unfused"):
-            out, out_lse = attention_blocks.forward(case.q, k, v, False, trivial_mask(kind, T, S, device))
+            out, out_lse = attention_blocks.forward(case.q, k, v, False, trivial_mask(kind, T, S, device), PLAIN_SCORES)
             assert_close([out, out_lse], [y.detach(), lse], atol)
             gradients = []
             for keys in (slice(0, cut), slice(cut, S)):
                 arguments = case.dout, case.q, k[:, :, keys], v[:, :, keys], out.to(dtype), lse
                 mask = trivial_mask(kind, T, keys.stop - keys.start, device)
-                gradients.append(attention_blocks.backward(*arguments, False, mask))
+                gradients.append(attention_blocks.backward(*arguments, False, mask, PLAIN_SCORES))
             (dq0, dk0, dv0), (dq1, dk1, dv1) = gradients
             assert_close([dq0.float() + dq1, torch.cat((dk0, dk1), 2), torch.cat((dv0, dv1), 2)], expected, atol)
 
@@ -317,8 +317,8 @@ def test_many_tokens_need_no_quadratic_memory(kind: str, tokens: int, monkeypatc
 def test_fused_kernels_are_selected() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         q, k = torch.empty(2, 4, 8, 8, dtype=dtype), torch.empty(2, 2, 8, 8, dtype=dtype)
-        assert compat.select_attention_kernel(q, k, True, False)
-        assert compat.select_attention_kernel(q, k, False, True)
+        assert compat.select_attention_kernel(q, k, k, True, False)
+        assert compat.select_attention_kernel(q, k, k, False, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -339,7 +339,8 @@ def test_opcheck(kind: str) -> None:
     case = make_case(kind, True)
     q, k, v = (x.clone().requires_grad_() for x in case[:3])
     p, *rng_tensors = case.dropout or (0.0,)
-    options = (case.documents, rng_tensors, p, "", 1, "ring", True, 0, 0)
+    sinks = torch.randn(4, requires_grad=True)
+    options = (case.documents, sinks, rng_tensors, p, "", 1, "ring", True, 0, 0, 0.3, 2.0)
     torch.library.opcheck(ring_attention.context_attention, (q, k, v, *options))
     y, lse = ring_attention.context_attention(q.detach(), k.detach(), v.detach(), *options)
     torch.library.opcheck(ring_attention.context_attention_backward, (case.dout, *case[:3], y, lse, *options))

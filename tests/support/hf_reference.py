@@ -47,6 +47,12 @@ LLAMA31 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4}
+GEMMA2 = {"num_key_value_heads": 2, "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 30}
+GEMMA2 |= {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0, 2.0, 2.5], "long_factor": [1.0, 2.0, 3.0, 4.5, 6.0, 8.0]}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-gqa": ("llama", {"num_key_value_heads": 2}),
@@ -54,10 +60,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-head-dim": ("llama", {"head_dim": 20, "num_key_value_heads": 2}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA31, "num_key_value_heads": 2}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "deepseek-linear": ("llama", {"rope_theta": 100000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-factor": ("llama", {"rope_scaling": {**YARN, "attention_factor": 1.5, "beta_fast": 8.0}}),
+    "llama-yarn-mscale": ("llama", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
+    "llama-dynamic": (
+        "llama",
+        {"max_position_embeddings": 16, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    ),
+    "llama-longrope-short": ("llama", {"rope_scaling": LONGROPE}),
+    "llama-longrope-long": ("llama", {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 16}}),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 7}),
+    "qwen2-yarn": ("qwen2", {"num_key_value_heads": 2, "rope_parameters": YARN, "rope_theta": 1e6}),
+    "qwen3-yarn": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20, "rope_scaling": YARN}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "olmo2-biases": ("olmo2", {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}),
+    "granite": ("granite", {"num_key_value_heads": 2, **GRANITE}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2-uncapped": (
+        "gemma2",
+        {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}
+        | {"layer_types": ["full_attention", "sliding_attention"], "hidden_activation": "gelu"},
+    ),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),
@@ -93,8 +122,10 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Mixtures of experts, whose modules have other names than their files: compare files, not modules."""
-LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if family not in ("llama", "gpt", "bert")]
+LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if name == family and name not in ("llama", "gpt", "bert")]
 """Variants of the families that share Llama's block, one each."""
+ROPE_VARIANTS = [name for name in VARIANTS if "rope" in name or "yarn" in name or "dynamic" in name]
+"""Models whose context was extended."""
 SIZES = {"gpt": GPT, "bert": BERT}
 """Sizes of families with other keys than Llama's."""
 

@@ -8,6 +8,7 @@ from trainyard.compat.attention import (
     AttentionKernel,
     fused_attention_kernel,
     has_varlen_flash,
+    pad_columns,
     select_attention_kernel,
     varlen_flash,
     varlen_flash_backward,

@@ -113,12 +113,14 @@ def check_keys(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_model(data: dict[str, Any]) -> dict[str, Any]:
-    """Replace model.from_hf by the keys of that config.json; other keys of the section take precedence."""
+    """Replace model.from_hf by the keys of that config.json, which model.family reads if it is given. Other keys of the
+    section take precedence."""
     model = data.get("model")
     if not isinstance(model, dict) or "from_hf" not in model:
         return data
     own_keys = {key: value for key, value in model.items() if key != "from_hf"}
-    return {**data, "model": {**from_hf(str(model["from_hf"])).model_dump(mode="json"), **own_keys}}
+    section = from_hf(str(model["from_hf"]), model.get("family"))
+    return {**data, "model": {**section.model_dump(mode="json"), **own_keys}}
 
 
 def _move_wrappers(data: dict[str, Any]) -> dict[str, Any]:

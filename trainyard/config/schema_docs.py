@@ -16,8 +16,8 @@ from trainyard.config.schema import Config
 from trainyard.core.section import NameOrPath, Section
 from trainyard.core.yaml_io import format_value
 from trainyard.families import all_families
-from trainyard.families.decoder import ROPE_SCALING_CLASSES
 from trainyard.families.linear_wrapper import LINEAR_WRAPPERS
+from trainyard.families.rope import ROPE_SCALING_CLASSES
 
 TYPE_NAMES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

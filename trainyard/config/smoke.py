@@ -93,6 +93,10 @@ def smoke_config(
     scaling = model.get("rope_scaling")
     if scaling and "original_max_positions" in scaling and "model.rope_scaling" not in named:
         scaling["original_max_positions"] = SMOKE_SEQ_LEN
+        head_size = model.get("head_dim") or model["hidden"] // model["heads"]
+        for key in ("short_factor", "long_factor"):  # LongRoPE: one for each frequency
+            if key in scaling:
+                scaling[key] = scaling[key][: len(scaling[key]) * head_size // config.model.head_size]
     if model.get("experts"):
         shrink("layout", ep=gcd(layout["ep"], model["experts"], ranks // (layout["tp"] * layout["pp"]) or 1))
     micro_batches = max(min(config.train.global_batch // config.train.micro_batch, 2), layout["pp"])

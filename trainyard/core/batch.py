@@ -54,6 +54,8 @@ class Batch(TypedDict, total=False):
     """[B] fp32: how much better a completion is than others of its prompt."""
     completion_stats: Tensor
     """[B, N] fp32: numbers about each completion to report, such as its rewards; NaN where there is none."""
+    sequence_lengths: Tensor
+    """[B] in generation: tokens that each sequence had when these were computed, those of the prompt together."""
     cu_seqlens: Tensor
     """[samples + 1] start of each sample in a row without padding, and the end of the last one."""
 

@@ -274,6 +274,17 @@ def parse_layers(text: str, layers: int) -> frozenset[int]:
     return frozenset(named)
 
 
+def layers_text(layers: Iterable[int]) -> str | None:
+    """What `parse_layers` reads as these layers; None if there are none."""
+    ranges: list[list[int]] = []
+    for layer in sorted(layers):
+        if ranges and ranges[-1][-1] == layer - 1:
+            ranges[-1][1:] = [layer]
+        else:
+            ranges.append([layer])
+    return ",".join("-".join(map(str, ends)) for ends in ranges) or None
+
+
 def name_pattern(name: str) -> str:
     """`layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
     return re.sub(r"\.\d+\.", ".*.", name)

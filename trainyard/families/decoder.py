@@ -1,16 +1,19 @@
 """What Llama and the families that share its block have in common: keys, parameter table, Hugging Face names."""
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self
+from functools import reduce
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainyard.core.section import PositiveInt, Section, nearest_divisor, nearest_multiples
+from trainyard.core.section import PositiveInt, nearest_divisor, nearest_multiples
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, column_parallel_specs
 from trainyard.families.family import REQUIRED, HfFormat, HfKeys, HfNameMap, HfTensor, MegatronModel
 from trainyard.families.model_config import ModelConfig
+from trainyard.families.rope import ROPE_HF_KEYS, Rope, RopeScaling, check_rope, read_rope, write_rope
 
 DECODER_MODULE = "trainyard.models.llama:Llama"
 """The module of all these families. What differs between them is in their blueprints and styles."""
@@ -51,44 +54,8 @@ class DecoderStyle:
     """Factor of the attention scores. Default: 1 / sqrt(head size)."""
     attention_soft_cap: float | None = None
     """Bound of the attention scores, as for logits."""
-
-
-class LinearRopeScaling(Section):
-    """Position interpolation: positions are divided by a factor, as in DeepSeek-Coder."""
-
-    kind: Literal["linear"] = "linear"
-    """Kind of RoPE scaling."""
-    factor: float = Field(ge=1)
-    """Ratio of the extended context to the trained context; 1 or more."""
-
-
-class Llama3RopeScaling(Section):
-    """RoPE scaling of Llama 3.1: divides low frequencies by a factor, keeps high ones, interpolates in between."""
-
-    kind: Literal["llama3"] = "llama3"
-    """Kind of RoPE scaling."""
-    factor: float = Field(8.0, ge=1)
-    """Divisor of the low frequencies; 1 or more."""
-    low_freq_factor: float = Field(1.0, gt=0)
-    """Wavelengths longer than original_max_positions / low_freq_factor are scaled in full."""
-    high_freq_factor: float = Field(4.0, gt=0)
-    """Wavelengths shorter than original_max_positions / high_freq_factor are not scaled."""
-    original_max_positions: PositiveInt = 8192
-    """Context length in tokens before scaling."""
-
-
-RopeScaling = Annotated[LinearRopeScaling | Llama3RopeScaling, Field(discriminator="kind")]
-ROPE_SCALING_CLASSES: dict[str, type[Section]] = {"linear": LinearRopeScaling, "llama3": Llama3RopeScaling}
-ROPE_KEYS = {
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_positions": "original_max_position_embeddings",
-    },
-}
-"""Key of transformers by our key, for each kind of RoPE scaling."""
+    sinks: bool = False
+    """A trained logit of each head takes part in the softmax of its scores, without a value."""
 
 
 class DecoderConfig(ModelConfig):
@@ -111,6 +78,9 @@ class DecoderConfig(ModelConfig):
     fuse_gate_up: bool = True
     """Store gate and up projections as one matrix."""
 
+    rope_interleaved: ClassVar[bool] = False
+    """True if RoPE rotates dims (0, 1), (2, 3), ... of a head, and not its halves."""
+
     @property
     def style(self) -> DecoderStyle:
         """How the blocks of this family differ from Llama's."""
@@ -124,7 +94,27 @@ class DecoderConfig(ModelConfig):
         if self.head_size % 2:
             multiples = nearest_multiples(self.head_size, 2)
             raise ValueError(f"head_dim={self.head_size}: RoPE needs an even head size; nearest: {multiples}")
+        for rope in self.ropes:
+            if rope:
+                check_rope(rope)
         return self
+
+    @property
+    def rotary_size(self) -> int:
+        """Dims of a head that RoPE rotates."""
+        return int(self.head_size * getattr(self, "partial_rotary_factor", 1.0))
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """How this layer tells positions; None: it does not."""
+        return Rope(self.rope_theta, self.rotary_size, self.max_positions, self.rope_scaling, self.rope_interleaved)
+
+    @property
+    def ropes(self) -> list[Rope | None]:
+        """What `rope_of` answers, each once."""
+        return list(dict.fromkeys(map(self.rope_of, range(self.layers))))
+
+    def layer_kind(self, layer: int) -> Hashable:
+        return super().layer_kind(layer), self.rope_of(layer)
 
 
 def decoder_blueprint(c: DecoderConfig, mlp_specs: Sequence[ParamSpec] | None = None) -> Blueprint:
@@ -174,6 +164,7 @@ def attention_specs(c: DecoderConfig) -> list[ParamSpec]:
         *column_parallel_specs(f"{layer}qkv.weight", parts("weight"), (c.hidden,), c.fuse_qkv, c.init_std),
         *(column_parallel_specs(f"{layer}qkv.bias", parts("bias"), (), c.fuse_qkv) if "qkv" in style.biases else ()),
         *(itertools.starmap(qk_norm, sizes[:2]) if style.qk_norm else ()),
+        *([ParamSpec(f"{layer}sinks", (c.heads,), 0)] if style.sinks else []),
         ParamSpec(f"{layer}output.weight", (c.hidden, Q), 1, init_std=c.output_init_std, flops_tokens="tokens"),
         *([ParamSpec(f"{layer}output.bias", (c.hidden,))] if "output" in style.biases else []),
     ]
@@ -213,8 +204,6 @@ DECODER_HF_KEYS = {
 COMMON_DEFAULTS: dict[str, object] = {"tie_embeddings": False, "init_std": 0.02}
 COMMON_DEFAULTS |= dict.fromkeys(("head_dim", "bos_token_id", "eos_token_id", "pad_token_id"))
 """Defaults of most decoders in transformers."""
-ROPE_HF_KEYS = ("rope_scaling", "rope_parameters")
-"""Keys that `read_rope` reads."""
 
 
 def decoder_hf_keys(**defaults: object) -> HfKeys:
@@ -243,6 +232,7 @@ def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None
         **{f"{ours}{x}.{kind}": HfTensor(f"{hf}{name}.{kind}") for x, name in style.norms.items() for kind in of_norms},
         **{f"{attention}{x}.{kind}": HfTensor(f"{of_hf}{x}_proj.{kind}") for kind in kinds("qkv") for x in "qkv"},
         **{f"{attention}{x}_norm.weight": HfTensor(f"{of_hf}{x}_norm.weight") for x in "qk" if style.qk_norm},
+        **({f"{attention}sinks": HfTensor(f"{of_hf}sinks")} if style.sinks else {}),
         **{f"{attention}output.{kind}": HfTensor(f"{of_hf}o_proj.{kind}") for kind in kinds("output")},
         **(gated_mlp if mlp is None else mlp),
         **{f"norm.{kind}": HfTensor(f"model.norm.{kind}") for kind in of_norms},
@@ -252,16 +242,36 @@ def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None
     return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})
 
 
-def decoder_hf_format(model_type: str, architecture: str, keys: HfKeys, **options: Any) -> HfFormat:
-    """The format of a decoder; `options` are fields of HfFormat that differ."""
-    defaults: dict[str, Any] = {
+@dataclass(frozen=True)
+class HfKeyGroup:
+    """Keys of config.json that need more than renaming, for families that share them."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """As HfFormat.read."""
+    write: Callable[[Any], dict[str, Any]]
+
+
+def decoder_hf_format(
+    model_type: str, architecture: str, keys: HfKeys, groups: Sequence[HfKeyGroup] = (), **options: Any
+) -> HfFormat:
+    """The format of a decoder; `groups` are its keys besides those of RoPE that need more than renaming, and `options`
+    fields of HfFormat that differ."""
+    fields: dict[str, Any] = {
         "names": decoder_hf_names,
         "fixed": {"hidden_act": "silu", "attention_dropout": 0.0},
         "ignored": ROPE_HF_KEYS,
         "read": read_rope,
         "write": write_decoder,
+        **options,
     }
-    return HfFormat(model_type, architecture, keys, **defaults | options)
+    read, write = ([fields[name], *(getattr(group, name) for group in groups)] for name in ("read", "write"))
+    context_key, context = keys["max_positions"]  # on which RoPE scaling depends
+    fields["ignored"] = (*fields["ignored"], *(key for group in groups for key in group.keys))
+    fields["fixed"] = {key: value for key, value in fields["fixed"].items() if key not in fields["ignored"]}
+    fields["read"] = lambda data: reduce(operator.or_, (each({context_key: context, **data}) for each in read))
+    fields["write"] = lambda c: reduce(operator.or_, (each(c) for each in write))
+    return HfFormat(model_type, architecture, keys, **fields)
 
 
 def read_default_head_dim(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,30 +281,8 @@ def read_default_head_dim(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"head_dim": None if is_default else head_dim, **read_rope(data)}
 
 
-def read_rope(data: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers: `rope_scaling` replaces `rope_parameters`, and `rope_theta` there that of the whole file."""
-    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    rope = {"original_max_position_embeddings": data.get("max_position_embeddings"), **rope}
-    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return {**theta, "rope_scaling": None}
-    if kind not in ROPE_KEYS:
-        raise ValueError(f"rope_type={kind}: not supported; one of default, {', '.join(ROPE_KEYS)}")
-    values = {key: rope[hf_key] for key, hf_key in ROPE_KEYS[kind].items()}
-    return {**theta, "rope_scaling": {"kind": kind, **values}}
-
-
 def write_decoder(c: DecoderConfig) -> dict[str, Any]:
-    scaling, rope = c.rope_scaling, {"rope_type": "default"}
-    if scaling:
-        rope = {"rope_type": scaling.kind, **{hf: getattr(scaling, key) for key, hf in ROPE_KEYS[scaling.kind].items()}}
-    return {
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_size,
-        "rope_scaling": rope if scaling else None,
-        "rope_parameters": {"rope_theta": c.rope_theta, **rope},
-    }
+    return {"num_key_value_heads": c.num_kv_heads, "head_dim": c.head_size, **write_rope(c)}
 
 
 def read_megatron_decoder(model: MegatronModel) -> dict[str, Any]:

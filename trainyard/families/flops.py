@@ -31,7 +31,7 @@ def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_pre
     if blueprint.tied_head:
         vocab, hidden, head_tokens = blueprint.tied_head
         matmuls += 2 * vocab * hidden * tokens[head_tokens] * blueprint.tied_head_passes
-    family, per_layer = family_of(c), 4 * c.heads * c.head_size * seq_len**2
+    family, per_layer = family_of(c), 2 * c.heads * (c.head_size + c.value_size) * seq_len**2
     layers = Counter(family.visible_keys(c, layer, seq_len) / seq_len for layer in range(c.layers))
     """Number of layers by the share of the pairs that their mask keeps."""
     attention = sum(count * per_layer * visible for visible, count in layers.items())
@@ -40,7 +40,7 @@ def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_pre
 
 def layer_flops(c: ModelConfig, blueprint: Blueprint, seq_len: int) -> list[float]:
     """Forward FLOP of one sample in each layer, without masked pairs."""
-    family, attention = family_of(c), 4 * c.heads * c.head_size * seq_len
+    family, attention = family_of(c), 2 * c.heads * (c.head_size + c.value_size) * seq_len
     return [
         sum(2 * prod(spec.shape) * spec.flops_share * seq_len for spec in _matrices(blueprint, layer))
         + attention * family.visible_keys(c, layer, seq_len)

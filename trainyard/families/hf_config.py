@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from trainyard.core.errors import UserError
 from trainyard.families.family import REQUIRED, Family
 from trainyard.families.model_config import ModelConfig
-from trainyard.families.registry import all_families, family_of
+from trainyard.families.registry import all_families, family_of, find_family
 from trainyard.remote.local_copies import local_config
 
 NEUTRAL_KEYS = frozenset(
@@ -43,9 +43,10 @@ EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
 """Values of an unknown key that leave a model as it is."""
 
 
-def from_hf(source: str | Path | dict[str, Any]) -> ModelConfig:
+def from_hf(source: str | Path | dict[str, Any], family: str | None = None) -> ModelConfig:
     """Return the model section for a config.json, given as a path, its directory, a URL, a name on the Hub
-    (OWNER/NAME, hf://OWNER/NAME@REVISION), or its contents."""
+    (OWNER/NAME, hf://OWNER/NAME@REVISION), or its contents. `family` names the one that reads the file; default: the
+    built-in or installed family with its model_type."""
     if isinstance(source, dict):
         data, name = source, "config.json"
     else:
@@ -58,7 +59,8 @@ def from_hf(source: str | Path | dict[str, Any]) -> ModelConfig:
             raise UserError(f"{path}: not a readable config.json: {error}") from None
         if not isinstance(data, dict):
             raise UserError(f"{path}: not a config.json: expected a mapping, found a {type(data).__name__}")
-    families = {family.hf.model_type: family for family in all_families().values()}
+    candidates = [find_family(family)] if family else all_families().values()
+    families = {candidate.hf.model_type: candidate for candidate in candidates}
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         raise UserError(f"{name}: model_type={kind}: not supported; one of {', '.join(families)}")

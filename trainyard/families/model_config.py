@@ -60,8 +60,13 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of an attention head."""
+        """Width of an attention head: of its query and its key."""
         return getattr(self, "head_dim", None) or self.hidden // self.heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of the value of an attention head."""
+        return self.head_size
 
     @property
     def num_kv_heads(self) -> int:

@@ -1,7 +1,7 @@
 """What mixtures of experts have in common: keys, the parameters of a layer's router and experts, and their names in
 Hugging Face's files."""
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
@@ -209,14 +209,3 @@ def stacked_hf_names(
                     tensor, kind == "weight", c.experts, alternates
                 )
     return names
-
-
-def layers_text(layers: Iterable[int]) -> str | None:
-    """What `parse_layers` reads as these layers; None if there are none."""
-    ranges: list[list[int]] = []
-    for layer in sorted(layers):
-        if ranges and ranges[-1][-1] == layer - 1:
-            ranges[-1][1:] = [layer]
-        else:
-            ranges.append([layer])
-    return ",".join("-".join(map(str, ends)) for ends in ranges) or None

@@ -52,11 +52,10 @@ class InferenceFactory(ModuleFactory):
         found = self.adapters.layer(name) if self.adapters else None
         return AdaptedLinear(linear, self.state, found) if found else linear
 
-    def core_attention(
-        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
-    ) -> CoreAttention:
-        arguments = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
-        return CachedAttention(self.size, self.state, *arguments) if causal else CoreAttention(*arguments)
+    def _attention(self, heads: int, kv_heads: int, causal: bool, *arguments: Any) -> CoreAttention:
+        if not causal:
+            return super()._attention(heads, kv_heads, causal, *arguments)
+        return CachedAttention(self.size, self.state, heads, kv_heads, causal, *arguments)
 
 
 def build_engine(
@@ -82,7 +81,8 @@ def build_engine(
     lengths, numbers = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2))
     state = CacheState(lengths, numbers)
     # The last position takes the token that is in flight when a sequence ends.
-    size = CacheSize(shape.slots, shape.max_seq_len + 1, config.head_size, shape.dtype, handle)
+    widths = config.head_size, config.value_size
+    size = CacheSize(shape.slots, shape.max_seq_len + 1, *widths, shape.dtype, handle)
     # Matrix multiplications that add the residual must not do so before ranks have summed their parts.
     make_kernels = device.decode_kernels if tp.size == 1 else device.kernels
     kernels = device.batch_invariant_kernels() if batch_invariant else make_kernels(fused_kernels)
@@ -122,7 +122,7 @@ def _is_linear_weight(spec: ParamSpec) -> bool:
 def cache_bytes(config: ModelConfig, tp: int, slots: int, max_seq_len: int, itemsize: int) -> int:
     """Bytes of the keys and values that an engine keeps on each rank."""
     tokens, heads = slots * (max_seq_len + 1), max(config.num_kv_heads // tp, 1)
-    return 2 * config.layers * tokens * heads * config.head_size * itemsize
+    return config.layers * tokens * heads * (config.head_size + config.value_size) * itemsize
 
 
 def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.counter_rng import RowSeeds
@@ -35,6 +34,7 @@ class CacheSize:
     slots: int
     max_seq_len: int
     head_size: int
+    value_size: int
     dtype: torch.dtype
     device: torch.device
 
@@ -43,7 +43,7 @@ class CachedAttention(CoreAttention):
     """Stores the keys and values of new tokens, and attends to all tokens of their sequences."""
 
     k_cache: Tensor
-    """[slots, G, max_seq_len, K]; v_cache has the same shape."""
+    """[slots, G, max_seq_len, K]; that of values has their width."""
     v_cache: Tensor
 
     def __init__(self, size: CacheSize, state: CacheState, heads: int, kv_heads: int, *arguments: Any) -> None:
@@ -51,8 +51,8 @@ class CachedAttention(CoreAttention):
         tp = arguments[3]
         first, end = head_range(kv_heads, tp.size, tp.rank)
         self.state, groups = state, heads // tp.size if self.uneven_kv else end - first
-        for name in ("k_cache", "v_cache"):
-            shape = (size.slots, groups, size.max_seq_len, size.head_size)
+        for name, width in (("k_cache", size.head_size), ("v_cache", size.value_size)):
+            shape = (size.slots, groups, size.max_seq_len, width)
             self.register_buffer(name, torch.zeros(shape, dtype=size.dtype, device=size.device), persistent=False)
 
     def forward(
@@ -67,7 +67,8 @@ class CachedAttention(CoreAttention):
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
             caches = self.k_cache, self.v_cache
-            return self.kernels.decode_attention(q_BHTK, k_BGTK, v_BGTK, *caches, lengths, visible, self.window)
+            inputs = (q_BHTK, k_BGTK, v_BGTK, *caches, lengths, visible, self.window)
+            return self.kernels.decode_attention(*inputs, self.scores)
         return self._prefill(q_BHTK, k_BGTK, v_BGTK)
 
     def _prefill(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
@@ -80,11 +81,10 @@ class CachedAttention(CoreAttention):
             k_BGTK, v_BGTK = self.k_cache[slots, :, :end], self.v_cache[slots, :, :end]
         if self.kernels.is_batch_invariant:
             first_B = torch.full((len(q_BHTK),), start, dtype=torch.int32, device=q_BHTK.device)
-            return self.kernels.attention(q_BHTK, k_BGTK, v_BGTK, first_B, None, self.window)
+            return self.kernels.attention(q_BHTK, k_BGTK, v_BGTK, first_B, None, self.window, self.scores)
         if start or (self.window and self.window < end):
             position = torch.arange(end, device=q_BHTK.device)
             past = position <= position[start:, None]
             if self.window:
                 past &= position > position[start:, None] - self.window
-        grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
-        return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, past, is_causal=past is None, enable_gqa=grouped)
+        return self._plain_attention(q_BHTK, k_BGTK, v_BGTK, past, self.scores)

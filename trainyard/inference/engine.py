@@ -122,6 +122,7 @@ class Engine:
         """1 for slots that decode continues; the others compute a token that nobody reads."""
         self.sampler = Sampler(self.num_slots, vocab, device)
         self._adapters = [0] * self.num_slots
+        self._prompt_lengths = [0] * self.num_slots
         self._released: list[int] = []
         """Slots that are free, of which the device has not been told."""
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
@@ -142,6 +143,7 @@ class Engine:
     def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int], adapter: int = 0) -> None:
         """Assign a slot to a new sequence."""
         self.sampler.start(slot, options, prompt)
+        self._prompt_lengths[slot] = len(prompt)
         if self._adapters[slot] != adapter:
             self._adapters[slot] = self.state.adapters[slot] = adapter
 
@@ -215,7 +217,8 @@ class Engine:
         index = torch.tensor(slots, device=handle)
         positions = torch.arange(start, start + longest, dtype=torch.int32, device=handle).expand(len(rows), -1)
         self.state.decoding, self.state.slots, self.state.start = False, index, start
-        x_BTD = self.model.run_blocks(self._batch(padded.to(handle), positions))
+        prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
+        x_BTD = self.model.run_blocks(self._batch(padded.to(handle), positions, prompt_lengths))
         if not is_last:
             self.lengths[index] = start + longest  # decode steps of other slots leave their token there
             return None
@@ -288,9 +291,13 @@ class Engine:
         self.state.decoding, self.state.visible = True, visible
         return self._logits(self.model.run_blocks(self._batch(tokens[:, None], lengths[:, None])))
 
-    def _batch(self, tokens: Tensor, positions: Tensor) -> Batch:
+    def _batch(self, tokens: Tensor, positions: Tensor, prompt_lengths: Sequence[int] = ()) -> Batch:
         sample_ids = self.sample_ids[: len(tokens)]  # seeds of dropout, which is off
-        return {"tokens": tokens, "position_ids": positions, "sample_ids": sample_ids, "rng_key": self.rng_key}
+        batch: Batch = {"tokens": tokens, "position_ids": positions, "sample_ids": sample_ids, "rng_key": self.rng_key}
+        if self.model.static_length:
+            lengths = torch.tensor(prompt_lengths, device=tokens.device) if prompt_lengths else positions[:, -1] + 1
+            batch["sequence_lengths"] = lengths
+        return batch
 
     def _logits(self, x_B1D: Tensor) -> Tensor:
         """Logits of one token per row, [B, V], equal on all ranks."""

@@ -16,9 +16,9 @@ class Prefix(NamedTuple):
 
 
 class PrefixCache:
-    def __init__(self, slots: int, unit: int) -> None:
-        """`unit`: tokens of a long prompt that are computed at a time."""
-        self.unit = unit
+    def __init__(self, slots: int, unit: int, longest: int | None = None) -> None:
+        """`unit`: tokens of a long prompt that are computed at a time. Prompts longer than `longest` share nothing."""
+        self.unit, self.limit = unit, longest
         self.held: list[Sequence[int]] = [()] * slots
         """The tokens of each slot that can be reused, a multiple of `unit`."""
         self._adapters = [0] * slots
@@ -32,17 +32,21 @@ class PrefixCache:
         """A slot has the first `computed` tokens of a prompt."""
         self._adapters[slot] = adapter
         whole = computed - computed % self.unit
-        self.held[slot] = prompt[:whole] if len(prompt) > self.unit else ()  # short ones are computed with others
+        self.held[slot] = prompt[:whole] if self._shares(prompt) else ()
         self.released.discard(slot)
         self.touch(slot)
 
     def touch(self, slot: int) -> None:
         self._last_used[slot] = next(self._clock)
 
+    def _shares(self, prompt: Sequence[int]) -> bool:
+        """Short prompts are computed with others, and share nothing."""
+        return self.unit < len(prompt) <= (self.limit or len(prompt))
+
     def longest(self, prompt: Sequence[int], own_slot: int, adapter: int = 0) -> Prefix:
         """The slot with the longest beginning of a prompt, of which the last token must always be computed. Of several
         slots, it is that of the prompt itself."""
-        if len(prompt) <= self.unit:
+        if not self._shares(prompt):
             return Prefix(own_slot, 0)
         same = [held if self._adapters[slot] == adapter else () for slot, held in enumerate(self.held)]
         found = [Prefix(slot, self._common(held, prompt)) for slot, held in enumerate(same)]

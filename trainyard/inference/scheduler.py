@@ -67,7 +67,8 @@ class RequestScheduler:
         self.max_seq_len = engine.max_seq_len
         """Longest prompt plus new tokens that a request can have."""
         has_short_units = shares_prefixes and engine.device.synchronous
-        self.prefixes = PrefixCache(engine.num_slots, CPU_PREFILL_CHUNK if has_short_units else PREFILL_CHUNK)
+        unit = CPU_PREFILL_CHUNK if has_short_units else PREFILL_CHUNK
+        self.prefixes = PrefixCache(engine.num_slots, unit, engine.model.static_length)
         self.waiting: deque[Request] = deque()
         self.slots: list[Sequence | None] = [None] * engine.num_slots
         self.queued_steps: deque[QueuedStep] = deque()

@@ -8,7 +8,7 @@ implementation. Norms and softmax of torch add up each row for itself, for rows 
 
 Backward is that of the plain formulas: only forward has to repeat the sampler's bits.
 
-B batch, T tokens, H heads, G kv heads, R heads per kv head, S keys, K head size.
+B batch, T tokens, H heads, G kv heads, R heads per kv head, S keys, K head size, V width of values.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainyard.compat import add_matmul_
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import Kernels, visible_tokens, write_cache
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores, Kernels, visible_tokens, write_cache
 
 LINEAR_ROWS = 32
 """Fewer make training slower, more make decoding slower."""
@@ -46,34 +46,34 @@ class BatchInvariantKernels(Kernels):
         gelu = partial(F.gelu, approximate="tanh" if tanh else "none")
         return with_gradients_of(lambda x, bias: gelu(x + bias), lambda x, bias: elementwise(gelu, x + bias), x, bias)
 
-    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_angles(self, position: Tensor, frequency: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
         angle = position.unsqueeze(-1) * frequency
-        return elementwise(torch.cos, angle), elementwise(torch.sin, angle)
+        return elementwise(torch.cos, angle) * factor, elementwise(torch.sin, angle) * factor
 
     def attention(
-        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, first_B: Tensor, documents_BT: Tensor | None,
-        window: int | None,
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, first_B: Tensor, documents_BT: Tensor | None,
+        window: int | None, scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:  # fmt: skip
         if documents_BT is None:
-            return attend(q_BHTK, k_BGSK, v_BGSK, first_B, window)
-        out = torch.empty_like(q_BHTK)
+            return attend(q_BHTK, k_BGSK, v_BGSV, first_B, window, scores)
+        out = q_BHTK.new_empty(*q_BHTK.shape[:3], v_BGSV.shape[3])
         for sample, documents in enumerate(documents_BT):
             end = 0
             for length in documents.unique_consecutive(return_counts=True)[1].tolist():
                 tokens, end = slice(end, end + length), end + length
-                q, k, v = (x[sample : sample + 1, :, tokens] for x in (q_BHTK, k_BGSK, v_BGSK))
-                out[sample, :, tokens] = attend(q, k, v, first_B[:1], window)[0]
+                q, k, v = (x[sample : sample + 1, :, tokens] for x in (q_BHTK, k_BGSK, v_BGSV))
+                out[sample, :, tokens] = attend(q, k, v, first_B[:1], window, scores)[0]
         return out
 
     def decode_attention(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int, window: int | None = None,
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        visible: int, window: int | None = None, scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:  # fmt: skip
-        write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
+        write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
         k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
         # What another sequence left in the cache may be infinite, and 0 times that is not 0.
         v = torch.where(visible_tokens(visible, lengths, window)[:, None, :, None], v, 0.0)
-        return attend(q_BHTK, k, v, lengths, window)
+        return attend(q_BHTK, k, v, lengths, window, scores)
 
 
 def with_gradients_of(plain: Callable[..., Tensor], forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -145,41 +145,52 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return elementwise(F.silu, gate) * up
 
 
-def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, first_B: Tensor, window: int | None) -> Tensor:
+def attend(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, first_B: Tensor, window: int | None,
+    scores: AttentionScores = PLAIN_SCORES,
+) -> Tensor:  # fmt: skip
     """Causal attention of queries at the positions `first_B`, `first_B` + 1, ... over the keys from position 0 on.
 
     Every query goes over the keys in the same blocks, in order, and rescales its sum when it meets a larger score. A
     block without a key that it sees changes nothing in it, so blocks that no query of a problem sees are left out.
     """
-    (B, H, T, K), G = q_BHTK.shape, k_BGSK.shape[1]
+    (B, H, T, K), (_, G, _, V) = q_BHTK.shape, v_BGSV.shape
     R = H // G
     # The heads of one kv head share its keys: their queries are rows of one problem.
-    q_BGMK = q_BHTK.view(B, G, R, T, K).transpose(2, 3).reshape(B, G, T * R, K).float() * K**-0.5
-    q_BGMK, k_BGSK, v_BGSK = pad_dim(q_BGMK, QUERIES, 2), pad_dim(k_BGSK, KEYS, 2), pad_dim(v_BGSK, KEYS, 2)
+    q_BGMK = q_BHTK.view(B, G, R, T, K).transpose(2, 3).reshape(B, G, T * R, K).float() * scores.scale_of(K)
+    q_BGMK, k_BGSK, v_BGSV = pad_dim(q_BGMK, QUERIES, 2), pad_dim(k_BGSK, KEYS, 2), pad_dim(v_BGSV, KEYS, 2)
     position_BM = first_B[:, None] + torch.arange(q_BGMK.shape[2]) // R
+    if scores.sinks is not None:  # a first key, as it were, whose value is 0
+        sink_BGM1 = scores.sinks.float().view(G, 1, R).expand(B, G, T, R).reshape(B, G, T * R, 1)
+        sink_BGM1 = pad_dim(sink_BGM1, QUERIES, 2)
     outs = []
     for q_row in range(0, q_BGMK.shape[2], QUERIES):
         q = q_BGMK[:, :, q_row : q_row + QUERIES].flatten(0, 1)
         position = position_BM[:, q_row : q_row + QUERIES, None]
         top, total = q.new_full((B * G, QUERIES, 1), HIDDEN), q.new_zeros(B * G, QUERIES, 1)
-        out = q.new_zeros(B * G, QUERIES, K)
+        if scores.sinks is not None:
+            top, total = sink_BGM1[:, :, q_row : q_row + QUERIES].flatten(0, 1), total + 1
+        out = q.new_zeros(B * G, QUERIES, V)
         oldest = max(int(position.min()) + 1 - window, 0) if window else 0
         for key in range(oldest // KEYS * KEYS, min(int(position.max()) + 1, k_BGSK.shape[2]), KEYS):
-            k, v = (x[:, :, key : key + KEYS].flatten(0, 1).float() for x in (k_BGSK, v_BGSK))
+            k, v = (x[:, :, key : key + KEYS].flatten(0, 1).float() for x in (k_BGSK, v_BGSV))
             key_position = torch.arange(key, key + KEYS)
             seen = key_position <= position
             if window:
                 seen &= key_position > position - window
             hidden = ~seen[:, None].expand(-1, G, -1, -1).flatten(0, 1)
-            score = torch.bmm(q, k.transpose(1, 2)).masked_fill_(hidden, -torch.inf)
+            score = torch.bmm(q, k.transpose(1, 2))
+            if scores.soft_cap is not None:
+                score = elementwise(torch.tanh, score / scores.soft_cap) * scores.soft_cap
+            score = score.masked_fill_(hidden, -torch.inf)
             new_top = torch.maximum(top, score.amax(-1, keepdim=True))
             weight, decay = elementwise(torch.exp, score - new_top), elementwise(torch.exp, top - new_top)
             total = total * decay + weight.sum(-1, keepdim=True)
             out = out * decay + torch.bmm(weight, v)
             top = new_top
         outs.append(out / total)
-    out_BGTRK = torch.cat(outs, 1)[:, : T * R].view(B, G, T, R, K)
-    return out_BGTRK.transpose(2, 3).reshape(B, H, T, K).to(q_BHTK.dtype)
+    out_BGTRV = torch.cat(outs, 1)[:, : T * R].view(B, G, T, R, V)
+    return out_BGTRV.transpose(2, 3).reshape(B, H, T, V).to(q_BHTK.dtype)
 
 
 def pad_dim(x: Tensor, multiple: int, dim: int) -> Tensor:

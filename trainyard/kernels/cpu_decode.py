@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import Kernels, visible_tokens, write_cache
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores, Kernels, visible_tokens, write_cache
 
 MAX_ROWS = 64
 HAS_MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
@@ -26,26 +26,27 @@ class CpuDecodeKernels(Kernels):
         y = (y if outputs > MAX_COPIED_OUTPUTS else y.contiguous()).view(*x.shape[:-1], outputs)
         return y if bias is None else y + bias
 
-    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = super().rope_angles(position, frequency)
+    def rope_angles(self, position: Tensor, frequency: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        cos, sin = super().rope_angles(position, frequency, factor)
         return _compute_once(cos), _compute_once(sin)
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         return logits.max(-1).indices  # the first of equal ones; faster than argmax if logits are transposed
 
     def decode_attention(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int, window: int | None = None,
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        visible: int, window: int | None = None, scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:  # fmt: skip
         """Two batched matmuls: torch's fused kernel divides its work over queries, of which there is one."""
         B, H, _, K = q_BHTK.shape
-        write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
+        write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
         k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))
-        q_BGRK = _compute_once(q_BHTK.reshape(B, k.shape[1], -1, K) * K**-0.5)
-        score_BGRS = (q_BGRK @ k.transpose(2, 3)).float()
+        q_BGRK = _compute_once(q_BHTK.reshape(B, k.shape[1], -1, K) * scores.scale_of(K))
+        score_BGRS = scores.cap((q_BGRK @ k.transpose(2, 3)).float())
         hidden = ~visible_tokens(visible, lengths, window)
-        weight = score_BGRS.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).to(v.dtype)
-        return (weight @ v).reshape(B, H, 1, K)
+        score_BHS = score_BGRS.masked_fill(hidden[:, None, None], -torch.inf).reshape(B, H, 1, visible)
+        weight = scores.weights(score_BHS).to(v.dtype).view(score_BGRS.shape)
+        return (weight @ v).reshape(B, H, 1, -1)
 
 
 def _compute_once(x: Tensor) -> Tensor:

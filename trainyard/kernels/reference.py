@@ -2,7 +2,7 @@
 tested against."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,37 @@ from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
 from trainyard.kernels.frozen_linear import FrozenMatrix, frozen_linear
 
 Activation = Literal["none", "swiglu", "gelu", "gelu_tanh"]
+
+
+class AttentionScores(NamedTuple):
+    """How queries and keys become the weights of values. Values may have another width than keys (V)."""
+
+    scale: float | None = None
+    """Multiplies q k; none: 1 / sqrt(K)."""
+    soft_cap: float | None = None
+    """c: a score becomes c tanh(score / c), before the mask."""
+    sinks: Tensor | None = None
+    """[H]: a learned logit of each head, which takes part in the softmax without a value."""
+
+    def scale_of(self, head_size: int) -> float:
+        return head_size**-0.5 if self.scale is None else self.scale
+
+    def cap(self, score: Tensor) -> Tensor:
+        return score if self.soft_cap is None else torch.tanh(score / self.soft_cap) * self.soft_cap
+
+    def weights(self, score_BHTS: Tensor) -> Tensor:
+        """The softmax of masked scores."""
+        if self.sinks is None:
+            return score_BHTS.softmax(-1)
+        return score_BHTS.softmax(-1) * self.share_of_keys(score_BHTS.logsumexp(-1))[..., None]
+
+    def share_of_keys(self, lse_BHT: Tensor) -> Tensor:
+        """What the sinks leave of the weights, for the log-sum-exp of the scores of all keys."""
+        assert self.sinks is not None
+        return (lse_BHT - self.sinks.float()[:, None]).sigmoid()
+
+
+PLAIN_SCORES = AttentionScores()
 
 
 class Kernels:
@@ -41,8 +72,8 @@ class Kernels:
     """True if the result for a sequence has the same bits whatever else is in the batch, decoded token by token or
     computed at once. `attention` exists then."""
     attention: Callable[..., Tensor]
-    """(q, k, v, first_B, documents_BT, window) -> causal attention [B, H, T, K] of queries from position first_B on
-    over keys [B, G, S, K] from position 0 on."""
+    """(q, k, v, first_B, documents_BT, window, AttentionScores) -> causal attention [B, H, T, V] of queries from
+    position first_B on over keys [B, G, S, K] from position 0 on."""
 
     has_decode_attention = False
     """True if `decode_attention` reads only what each row needs, so that one static shape serves all lengths."""
@@ -103,27 +134,34 @@ class Kernels:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(gate * alpha) * (up + 1)
 
-    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., K] of the angles at integer positions [...], from radians per position [K]."""
+    def rope_angles(self, position: Tensor, frequency: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., R] of the angles at integer positions [...], from radians per position [R], times a
+        factor."""
         angle = position.unsqueeze(-1) * frequency
-        return angle.cos(), angle.sin()
+        cos, sin = angle.cos(), angle.sin()
+        return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
-    def rope(self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, (H + 2 G) K] to q [B, H, T, K], k and v [B, G, T, K]; q and k rotated."""
-        head_dim = cos.shape[-1]
+    def rope(
+        self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int, interleaved: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, (H + 2 G) K] to q [B, H, T, K], k and v [B, G, T, K]; q and k rotated as `apply_rope` does. Without
+        cosines and sines, nothing rotates."""
+        head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         projections = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
         q, k, v = (y.view(*y.shape[:2], -1, head_dim).transpose(1, 2) for y in projections)
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        if cos is None or sin is None:
+            return q, k, v
+        return apply_rope(q, cos, sin, interleaved), apply_rope(k, cos, sin, interleaved), v
 
     def norm_rope(
-        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
-        kv_heads: int,
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None,
+        heads: int, kv_heads: int, interleaved: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`rope` after an RMSNorm of each head of q and k."""
         x = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
         q, k, v = torch.split(x, [heads, kv_heads, kv_heads], 2)
         q, k = (rms_norm(y, w, eps) for y, w in ((q, q_weight), (k, k_weight)))
-        return self.rope(torch.cat((q, k, v), 2).flatten(2), cos, sin, heads, kv_heads)
+        return self.rope(torch.cat((q, k, v), 2).flatten(2), cos, sin, heads, kv_heads, interleaved)
 
     def sum_rows(self, x: Tensor, index: Tensor, weight: Tensor | None) -> Tensor:
         """Row n of the result is the sum over k of weight[n, k] (fp32; None: 1) times x[index[n, k]]."""
@@ -138,14 +176,17 @@ class Kernels:
         return dx, (dy[:, None] * rows).sum(-1, dtype=torch.float32)
 
     def decode_attention(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int, window: int | None = None,
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        visible: int, window: int | None = None, scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:  # fmt: skip
         """The function `decode_attention` below, for slots of at most `visible` tokens, the new one included."""
-        write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
-        k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
+        write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
+        (B, H, _, K), G = q_BHTK.shape, k_cache.shape[1]
+        k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))
         past = visible_tokens(visible, lengths, window)[:, None, None]
-        return F.scaled_dot_product_attention(q_BHTK, k, v, past, enable_gqa=q_BHTK.shape[1] != k.shape[1])
+        if scores.soft_cap is None and scores.sinks is None:
+            return F.scaled_dot_product_attention(q_BHTK, k, v, past, scale=scores.scale, enable_gqa=H != G)
+        return cached_attention(q_BHTK, k, v, past, scores)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """The log-probabilities of rows of fp32 logits [M, V]."""
@@ -175,12 +216,19 @@ def counter_dropout(x: Tensor, p: float, seeds: tuple[Tensor, Tensor], site: Ten
     return torch.where(bits >= round(p * 2**31), x / (1 - p), 0.0)
 
 
-def apply_rope(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding on halves, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32. If positions differ between
-    samples, cos and sin are [B, 1, T, K]."""
-    x = x_BHTK.float()
-    x1, x2 = x.chunk(2, -1)
-    return (x * cos_TK + torch.cat((-x2, x1), -1) * sin_TK).to(x_BHTK.dtype)
+def apply_rope(x_BHTK: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding of the first R dims, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32. x1 and x2 are
+    halves of these dims, or its even and odd dims if `interleaved`. If positions differ between samples, cos and sin
+    are [B, 1, T, R]."""
+    size = cos_TR.shape[-1]
+    x, rest = x_BHTK[..., :size].float(), x_BHTK[..., size:]
+    if interleaved:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        x1, x2 = x.chunk(2, -1)
+        turned = torch.cat((-x2, x1), -1)
+    rotated = (x * cos_TR + turned * sin_TR).to(x_BHTK.dtype)
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
 def split_qkv(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,6 +260,15 @@ def write_cache(k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor
     v_cache[slot, :, lengths] = v_BGTK[:, :, 0]
 
 
+def cached_attention(q_BH1K: Tensor, k: Tensor, v: Tensor, past_B11S: Tensor, scores: AttentionScores) -> Tensor:
+    """Attention of one token per slot over its cache [B, G, S, K] as two batched matmuls."""
+    (B, H, _, K), G = q_BH1K.shape, k.shape[1]
+    q_BGRK = (q_BH1K * scores.scale_of(K)).view(B, G, -1, K)
+    score_BH1S = scores.cap((q_BGRK @ k.transpose(2, 3)).float()).view(B, H, 1, -1)
+    weight_BH1S = scores.weights(score_BH1S.masked_fill(~past_B11S, -torch.inf)).to(v.dtype)
+    return (weight_BH1S.view(B, G, H // G, -1) @ v).view(B, H, 1, -1)
+
+
 def visible_tokens(positions: int, lengths: Tensor, window: int | None) -> Tensor:
     """Which of the first `positions` of a cache the token behind `lengths` others sees, [B, S]."""
     position = torch.arange(positions, device=lengths.device)
@@ -220,12 +277,13 @@ def visible_tokens(positions: int, lengths: Tensor, window: int | None) -> Tenso
 
 
 def decode_attention(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
     cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
+    scores: AttentionScores = PLAIN_SCORES,
 ) -> Tensor:  # fmt: skip
-    """Attention of one new token (T = 1) of each slot over the tokens before it, [B, H, 1, K].
+    """Attention of one new token (T = 1) of each slot over the tokens before it, [B, H, 1, V].
 
-    The caches are [slots, G, S, K], and row b of q, k and v belongs to slot b. `lengths` (int32, [slots]) counts the
+    The caches are [slots, G, S, K or V], and row b of q, k and v belongs to slot b. `lengths` (int32, [slots]) counts the
     tokens of a slot that are in the cache already; the new key and value are written behind them, in place. With cos
     and sin [B, 1, 1, K], q and k are rotated first. A token sees the last `window` tokens, itself included.
     """
@@ -234,13 +292,13 @@ def decode_attention(
     if cos is not None and sin is not None:
         q_BHTK, k_BGTK = apply_rope(q_BHTK, cos, sin), apply_rope(k_BGTK, cos, sin)
     lengths = lengths[:B].long()
-    write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
+    write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
     visible = visible_tokens(k_cache.shape[2], lengths, window)
     keys, values = k_cache[:B], v_cache[:B]
     # Unwritten positions may hold anything; 0 * nan would be nan.
     values = torch.where(visible[:, None, :, None], values, 0.0)
     repeat = H // keys.shape[1]
     keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
-    score = (q_BHTK.float() @ keys.float().transpose(2, 3)) * K**-0.5
-    weight = score.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    score = scores.cap((q_BHTK.float() @ keys.float().transpose(2, 3)) * scores.scale_of(K))
+    weight = scores.weights(score.masked_fill(~visible[:, None, None], -torch.inf))
     return (weight @ values.float()).to(q_BHTK.dtype)

@@ -67,6 +67,8 @@ class TransformerStage(nn.Module):
     tp_rank: Tensor
     """The tensor-parallel and context-parallel ranks are buffers, so that all ranks share one compiled graph."""
     cp_rank: Tensor
+    static_length: int | None = None
+    """Longer sequences rotate their positions by their length, and the keys of a token depend on it; None: in none."""
 
     def __init__(self, make: ModuleFactory, vocab_size: int) -> None:
         super().__init__()

@@ -3,6 +3,8 @@
 B batch, T tokens, D hidden, H heads, G kv heads, K head size, F ffn.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from trainyard.families.blueprint import layer_index
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.layers import GatedActivation, Linear, ResidualSum, RMSNorm, rope_frequencies
+from trainyard.models.layers import GatedActivation, Linear, PositionTable, PositionTables, ResidualSum, RMSNorm
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
@@ -40,28 +42,37 @@ class LlamaAttention(Recomputable):
             )
         layer = layer_index(name)
         assert layer is not None
+        self.rope_index, self.rope_interleaved = c.ropes.index(c.rope_of(layer)), c.rope_interleaved
         window = c.attention_window(layer)
-        self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name, window)
+        self.sinks = make.optional_parameter(f"{name}.sinks")
+        scores: dict[str, Any] = {"scale": style.attention_scale, "soft_cap": style.attention_soft_cap}
+        self.core_attention = make.core_attention(
+            c.heads, c.num_kv_heads, True, 0.0, name, window, sinks=self.sinks, **scores
+        )
         self.output = make.linear(f"{name}.output")
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
         if self.norms_all_heads:
-            qkv = self._norm_all_heads(qkv, cos_TK.shape[-1])
+            qkv = self._norm_all_heads(qkv)
+        cos_TK, sin_TK, query_scale = positions[self.rope_index]
+        rope = (cos_TK, sin_TK, *self.local_heads, self.rope_interleaved)
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
-            q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(
-                qkv, self.q_norm.factor, self.k_norm.factor, self.q_norm.eps, cos_TK, sin_TK, *self.local_heads
-            )
+            norms = self.q_norm.factor, self.k_norm.factor, self.q_norm.eps
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(qkv, *norms, *rope)
         else:
-            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, *rope)
+        if query_scale is not None:
+            q_BHTK = (q_BHTK * query_scale).to(q_BHTK.dtype)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return reduce_output(self.tp, self.output, y_BHTK.transpose(1, 2).flatten(2))
 
-    def _norm_all_heads(self, qkv: Tensor, head_size: int) -> Tensor:
+    def _norm_all_heads(self, qkv: Tensor) -> Tensor:
         assert self.q_norm
         assert self.k_norm
         heads, kv_heads = self.local_heads
+        head_size = qkv.shape[-1] // (heads + 2 * kv_heads)
         q, k, v = torch.split(qkv, [heads * head_size, kv_heads * head_size, kv_heads * head_size], -1)
         return torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
 
@@ -110,9 +121,9 @@ class LlamaBlock(nn.Module):
         self.mlp = make_mlp(c, make, f"{name}.mlp")
         self.mlp_output_norm = make.decoder_norm(f"{name}.mlp_output_norm", c)
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)
-        z_BTD = self._output(self.attention(y_BTD, cos_TK, sin_TK, documents_BT), self.attention_output_norm)
+        z_BTD = self._output(self.attention(y_BTD, positions, documents_BT), self.attention_output_norm)
         if self.parallel:
             mlp_input = y_BTD if isinstance(self.mlp_norm, ResidualSum) else self.mlp_norm(x_BTD)[1]
             return x_BTD + z_BTD + self._output(self.mlp(mlp_input), self.mlp_output_norm)
@@ -127,22 +138,24 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(TransformerStage):
-    frequency: Tensor
-
     def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
-        self.kernels, self.style = make.kernels, c.style
+        self.style = c.style
+        self.positions = PositionTables(c.ropes, make.kernels)
+        self.static_length = self.positions.static_length
         self.embedding = make.vocab_embedding("embedding")
         self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
         self.norm = make.decoder_norm("norm", c)
         self.output = make.head(self, c.tie_embeddings)
-        self.register_buffer("frequency", torch.cat([rope_frequencies(c)] * 2), persistent=False)
 
-    def block_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def block_inputs(self, batch: Batch) -> tuple[tuple[PositionTable, ...], Tensor | None]:
         position = batch["position_ids"][:, None] if "position_ids" in batch else self.token_positions(batch)
-        return *self.kernels.rope_angles(position, self.frequency), batch.get("document_ids")
+        length: int | Tensor = batch["tokens"].shape[1] * self.cp.size
+        if "sequence_lengths" in batch:
+            length = batch["sequence_lengths"][:, None, None]
+        return self.positions(position, length), batch.get("document_ids")
 
-    def embed(self, batch: Batch, *block_inputs: Tensor | None) -> Tensor:
+    def embed(self, batch: Batch, *block_inputs: Any) -> Tensor:
         x_BTD = self.embed_tokens(batch)
         scale = self.style.embedding_scale
         return x_BTD if scale == 1 else x_BTD * torch.tensor(scale, dtype=x_BTD.dtype)

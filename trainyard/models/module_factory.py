@@ -132,6 +132,16 @@ class ModuleFactory:
         return Dropout(p, site, self.kernels)
 
     def core_attention(
-        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
-    ) -> CoreAttention:
-        return CoreAttention(heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
+        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None, *,
+        scale: float | None = None, soft_cap: float | None = None, sinks: nn.Parameter | None = None,
+    ) -> CoreAttention:  # fmt: skip
+        """Attention over this rank's heads. `window` is the number of tokens, its own included, that a token sees at
+        most; `scale` multiplies q k (none: 1 / sqrt of their width); a `soft_cap` c makes a score c tanh(score / c);
+        `sinks` are a logit of each of this rank's heads that takes part in the softmax without a value. Assign sinks to
+        an attribute first: it names them. Values may have another width than keys."""
+        axes = self.tp, self.cp, self.kernels
+        return self._attention(heads, kv_heads, causal, dropout, site, *axes, window, scale, soft_cap, sinks)
+
+    def _attention(self, *arguments: Any) -> CoreAttention:
+        """From the arguments of `CoreAttention`."""
+        return CoreAttention(*arguments)

@@ -3,9 +3,11 @@
 Blocks need what scaled_dot_product_attention hides: forward returns the log-sum-exp of each query's scores, by which
 blocks are merged, and backward takes the output and log-sum-exp over *all* keys. torch's fused kernels provide that
 where they exist; document masks become a bias, made for one tile of queries at a time. Dropout, and inputs that no
-fused kernel takes, use the unfused code below, one tile of scores at a time.
+fused kernel takes (a soft-cap), use the unfused code below, one tile of scores at a time. Sinks are added once all
+blocks are merged, for which the output and the log-sum-exp suffice; with these two, backward of a block is right as it
+is.
 
-Shapes: B batch, H heads, G kv heads, R heads per kv head, T queries, S keys, K head size.
+Shapes: B batch, H heads, G kv heads, R heads per kv head, T queries, S keys, K head size, V width of values.
 """
 
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from trainyard import compat
 from trainyard.core.counter_rng import DropoutRng, element_bits
+from trainyard.kernels.reference import AttentionScores
 
 TILE_BYTES = 64 << 20
 """Upper bound of a tile of biases or scores, though a tile has at least one query. A few tiles are alive at a time."""
@@ -103,58 +106,65 @@ def to_rank_order(x: Tensor, size: int, dim: int) -> Tensor:
 
 
 def forward(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool, mask: BlockMask | None
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, causal: bool, mask: BlockMask | None, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Output and fp32 log-sum-exp [B, H, T] of a block."""
-    kernel = _fused_kernel(q_BHTK, k_BGSK, causal, mask)
+    """Output [B, H, T, V] and fp32 log-sum-exp [B, H, T] of a block, without sinks."""
+    kernel, scale = _fused_kernel(q_BHTK, k_BGSK, v_BGSV, causal, mask, scores), scores.scale_of(q_BHTK.shape[3])
     if kernel and mask is None:
-        return kernel.forward(q_BHTK, k_BGSK, v_BGSK, causal, None)
-    out_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
-    lse_BHT = torch.empty(q_BHTK.shape[:3], dtype=torch.float32, device=q_BHTK.device)
+        return kernel.forward(q_BHTK, k_BGSK, v_BGSV, causal, None, scale)
+    B, H, T, _ = q_BHTK.shape
+    out_BHTV = torch.empty((B, H, T, v_BGSV.shape[3]), dtype=torch.float32, device=q_BHTK.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTK.device)
     for tile in score_tiles(q_BHTK, k_BGSK, causal, kernel is None, mask.window if mask else 0):
         q = q_BHTK[tile.batch, :, tile.queries]
-        k, v = (x[tile.batch, :, tile.keys] for x in (k_BGSK, v_BGSK))
+        k, v = (x[tile.batch, :, tile.keys] for x in (k_BGSK, v_BGSV))
         bias_B1TS = _bias(tile, q, causal, mask)
         if kernel:
-            out, lse = kernel.forward(q, k, v, False, bias_B1TS)
+            out, lse = kernel.forward(q, k, v, False, bias_B1TS, scale)
         else:
-            score_BGRTS = _scores(q, k, bias_B1TS)
+            score_BGRTS = _hide(_scores(q, k, scores), bias_B1TS)
             lse_BGRT = score_BGRTS.logsumexp(-1)
             weight_BGRTS = score_BGRTS.sub_(lse_BGRT[..., None]).exp_()
             if mask and mask.dropout:
                 weight_BGRTS *= _dropout_scale(tile, weight_BGRTS.shape, mask, mask.dropout)
-            out, lse = _fp32_matmul(weight_BGRTS.flatten(2, 3).to(v.dtype), v).view(q.shape), lse_BGRT.flatten(1, 2)
-        out_BHTK[tile.batch, :, tile.queries] = out
+            out = _fp32_matmul(weight_BGRTS.flatten(2, 3).to(v.dtype), v).view(*q.shape[:3], -1)
+            lse = lse_BGRT.flatten(1, 2)
+        out_BHTV[tile.batch, :, tile.queries] = out
         lse_BHT[tile.batch, :, tile.queries] = lse
-    return out_BHTK, lse_BHT
+    return out_BHTV, lse_BHT
 
 
 def backward(
-    dout_BHTK: Tensor,
+    dout_BHTV: Tensor,
     q_BHTK: Tensor,
     k_BGSK: Tensor,
-    v_BGSK: Tensor,
-    out_BHTK: Tensor,
+    v_BGSV: Tensor,
+    out_BHTV: Tensor,
     lse_BHT: Tensor,
     causal: bool,
     mask: BlockMask | None,
+    scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of the gradients of q, k and v. `out` and `lse` are those over the keys of all blocks."""
-    kernel = _fused_kernel(q_BHTK, k_BGSK, causal, mask)
+    """This block's share of the gradients of q, k and v. `out` and `lse` are those over the keys of all blocks, and
+    over the sinks."""
+    kernel, scale = _fused_kernel(q_BHTK, k_BGSK, v_BGSV, causal, mask, scores), scores.scale_of(q_BHTK.shape[3])
     if kernel and mask is None:
-        return kernel.backward(dout_BHTK, q_BHTK, k_BGSK, v_BGSK, out_BHTK, lse_BHT, causal, None)
-    dq_BHTK, dk_BGSK, dv_BGSK = (
-        torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q_BHTK, k_BGSK, v_BGSK)
+        return kernel.backward(dout_BHTV, q_BHTK, k_BGSK, v_BGSV, out_BHTV, lse_BHT, causal, None, scale)
+    dq_BHTK, dk_BGSK, dv_BGSV = (
+        torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q_BHTK, k_BGSK, v_BGSV)
     )
     for tile in score_tiles(q_BHTK, k_BGSK, causal, kernel is None, mask.window if mask else 0):
-        dout, q, out = (x[tile.batch, :, tile.queries] for x in (dout_BHTK, q_BHTK, out_BHTK))
-        k, v = (x[tile.batch, :, tile.keys] for x in (k_BGSK, v_BGSK))
+        dout, q, out = (x[tile.batch, :, tile.queries] for x in (dout_BHTV, q_BHTK, out_BHTV))
+        k, v = (x[tile.batch, :, tile.keys] for x in (k_BGSK, v_BGSV))
         lse = lse_BHT[tile.batch, :, tile.queries]
         bias_B1TS = _bias(tile, q, causal, mask)
         if kernel:
-            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, False, bias_B1TS)
+            dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, False, bias_B1TS, scale)
         else:
-            score_BGRTS = _scores(q, k, bias_B1TS)
+            score_BGRTS, slope_BGRTS = _scores(q, k, scores), None
+            if scores.soft_cap is not None:  # the derivative of tanh is 1 - tanh^2
+                slope_BGRTS = (score_BGRTS / scores.soft_cap).square_().neg_().add_(1)
+            score_BGRTS = _hide(score_BGRTS, bias_B1TS)
             shape_BGRT1 = (*score_BGRTS.shape[:4], 1)
             weight_BGRTS = dropped_BGRTS = score_BGRTS.sub_(lse.reshape(shape_BGRT1)).exp_()
             dout = _group_heads(dout, k)
@@ -165,14 +175,17 @@ def backward(
                 dweight_BGRTS *= scale_BGRTS
             # Softmax backward subtracts each row's mean gradient, sum(weight * dweight), which equals dout . out.
             mean_BGRT1 = (dout.float() * _group_heads(out, k).float()).sum(-1).view(shape_BGRT1)
-            dscore = (weight_BGRTS * (dweight_BGRTS - mean_BGRT1) * q.shape[-1] ** -0.5).flatten(2, 3).to(k.dtype)
+            dscore_BGRTS = weight_BGRTS * (dweight_BGRTS - mean_BGRT1) * scale
+            if slope_BGRTS is not None:
+                dscore_BGRTS *= slope_BGRTS
+            dscore = dscore_BGRTS.flatten(2, 3).to(k.dtype)
             dq = _fp32_matmul(dscore, k).view(q.shape)
             dk = _fp32_matmul(dscore.transpose(2, 3), _group_heads(q, k))
             dv = _fp32_matmul(dropped_BGRTS.flatten(2, 3).to(v.dtype).transpose(2, 3), dout)
         dq_BHTK[tile.batch, :, tile.queries] = dq
         dk_BGSK[tile.batch, :, tile.keys] += dk
-        dv_BGSK[tile.batch, :, tile.keys] += dv
-    return dq_BHTK, dk_BGSK, dv_BGSK
+        dv_BGSV[tile.batch, :, tile.keys] += dv
+    return dq_BHTK, dk_BGSK, dv_BGSV
 
 
 def score_tiles(
@@ -196,10 +209,12 @@ def score_tiles(
             yield ScoreTile(slice(first, first + samples), slice(top, bottom), slice(start, bottom if causal else keys))
 
 
-def _fused_kernel(q: Tensor, k: Tensor, causal: bool, mask: BlockMask | None) -> compat.AttentionKernel | None:
-    if mask is None:
-        return compat.select_attention_kernel(q, k, causal, False)
-    return None if mask.dropout else compat.select_attention_kernel(q, k, False, True)
+def _fused_kernel(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: BlockMask | None, scores: AttentionScores
+) -> compat.AttentionKernel | None:
+    if scores.soft_cap is not None or (mask and mask.dropout):
+        return None
+    return compat.select_attention_kernel(q, k, v, causal and mask is None, mask is not None)
 
 
 def _bias(tile: ScoreTile, q: Tensor, causal: bool, mask: BlockMask | None) -> Tensor | None:
@@ -221,10 +236,16 @@ def _bias(tile: ScoreTile, q: Tensor, causal: bool, mask: BlockMask | None) -> T
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, MASKED_SCORE)
 
 
-def _scores(q: Tensor, k: Tensor, bias_B1TS: Tensor | None) -> Tensor:
-    """Masked fp32 scores [B, G, R, T, S]."""
+def _scores(q: Tensor, k: Tensor, scores: AttentionScores) -> Tensor:
+    """fp32 scores [B, G, R, T, S] before the mask."""
     (B, _, T, K), (_, G, S, _) = q.shape, k.shape
-    score_BGRTS = _fp32_matmul(_group_heads(q, k), k.transpose(2, 3)).mul_(K**-0.5).view(B, G, -1, T, S)
+    score_BGRTS = _fp32_matmul(_group_heads(q, k), k.transpose(2, 3)).mul_(scores.scale_of(K)).view(B, G, -1, T, S)
+    if scores.soft_cap is not None:
+        score_BGRTS.div_(scores.soft_cap).tanh_().mul_(scores.soft_cap)
+    return score_BGRTS
+
+
+def _hide(score_BGRTS: Tensor, bias_B1TS: Tensor | None) -> Tensor:
     return score_BGRTS if bias_B1TS is None else score_BGRTS.add_(bias_B1TS[:, :, None])
 
 
@@ -245,6 +266,22 @@ def _group_heads(x_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
     """[B, H, T, K] to [B, G, R * T, K]: heads that share keys become rows of one matmul; keys are not repeated."""
     B, _, _, K = x_BHTK.shape
     return x_BHTK.reshape(B, k_BGSK.shape[1], -1, K)
+
+
+def add_sinks(out_BHTV: Tensor, lse_BHT: Tensor, scores: AttentionScores) -> None:
+    """Let sinks take part in the softmax, given the fp32 output and log-sum-exp over all keys, in place."""
+    if scores.sinks is not None:
+        out_BHTV *= scores.share_of_keys(lse_BHT)[..., None]
+        torch.logaddexp(lse_BHT, scores.sinks.float()[:, None], out=lse_BHT)
+
+
+def sink_gradient(dout_BHTV: Tensor, out_BHTV: Tensor, lse_BHT: Tensor, scores: AttentionScores) -> Tensor:
+    """The gradient of the sinks, fp32 [H], given output and log-sum-exp over keys and sinks. A sink has a value of 0,
+    so that its score has the gradient weight x (0 - dout . out)."""
+    if scores.sinks is None:
+        return out_BHTV.new_empty(0, dtype=torch.float32)
+    weight_BHT = (scores.sinks.float()[:, None] - lse_BHT).exp_()
+    return -(weight_BHT * (dout_BHTV.float() * out_BHTV.float()).sum(-1)).sum((0, 2))
 
 
 def _fp32_matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores
 from trainyard.parallel.attention_blocks import rank_token_positions, to_natural_order, to_rank_order
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.ring_attention import CpMethod, context_attention
@@ -42,13 +43,14 @@ class ContextAxis:
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: DropoutRng | None,
-        window: int | None = None,
+        window: int | None = None, scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks. A query sees keys with its own document id
         (int32) and, if causal, no later key, and none that is `window` or more tokens earlier."""
         p, *rng_tensors = dropout or (0.0,)
+        scale, soft_cap, sinks = scores
         options = (p, self.group.name, self.size, self.method, causal, window or 0, self.max_documents)
-        return context_attention(q, k, v, documents, rng_tensors, *options)[0]
+        return context_attention(q, k, v, documents, sinks, rng_tensors, *options, scale, soft_cap)[0]
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -4,13 +4,16 @@ where a mask would compute all and hide most.
 The kernel takes one row of sequences and where they start. Documents are numbered tokens, and how many there are is
 known on the device only; a bound, which the host knows, gives the starts a static shape.
 
-Shapes: B samples, T tokens, H heads, G kv heads, K head size, N = B T, D documents of all samples at most.
+Shapes: B samples, T tokens, H heads, G kv heads, K head size, V width of values, N = B T, D documents of all samples at
+most.
 """
 
 import torch
 from torch import Tensor
 
 from trainyard import compat
+from trainyard.kernels.reference import AttentionScores
+from trainyard.parallel.attention_blocks import add_sinks
 
 
 def sequence_starts(documents_BT: Tensor, max_documents: int) -> Tensor:
@@ -27,27 +30,31 @@ def sequence_starts(documents_BT: Tensor, max_documents: int) -> Tensor:
 
 
 def forward(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents_BT: Tensor, max_documents: int, window: int
-) -> tuple[Tensor, Tensor]:
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, documents_BT: Tensor, max_documents: int, window: int,
+    scores: AttentionScores,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, with the memory layout of q in `ring_attention`, and log-sum-exp [B, H, T]."""
-    B, H, T, _ = q_BHTK.shape
-    q_NHK, k_NGK, v_NGK = (_rows(x) for x in (q_BHTK, k_BGTK, v_BGTK))
+    (B, H, T, K), V = q_BHTK.shape, v_BGTV.shape[3]
+    q_NHK, k_NGK, v_NGK = (_rows(x) for x in (q_BHTK, k_BGTK, compat.pad_columns(v_BGTV, K)))
     starts = sequence_starts(documents_BT, max_documents)
-    out_NHK, lse_HN = compat.varlen_flash(q_NHK, k_NGK, v_NGK, starts, T, window)
-    # A copy: an operator may not return a view of one layout where its rule says another.
-    return _samples(out_NHK, B), lse_HN.view(H, B, T).transpose(0, 1).contiguous()
+    out_NHK, lse_HN = compat.varlen_flash(q_NHK, k_NGK, v_NGK, starts, T, window, scores.scale_of(K))
+    # Copies: an operator may not return a view of one layout where its rule says another.
+    out_BHTV, lse_BHT = _samples(out_NHK[..., :V].contiguous(), B), lse_HN.view(H, B, T).transpose(0, 1).contiguous()
+    add_sinks(out_BHTV, lse_BHT, scores)
+    return out_BHTV, lse_BHT
 
 
 def backward(
-    dout_BHTK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, out_BHTK: Tensor, lse_BHT: Tensor,
-    documents_BT: Tensor, max_documents: int, window: int,
+    dout_BHTV: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, out_BHTV: Tensor, lse_BHT: Tensor,
+    documents_BT: Tensor, max_documents: int, window: int, scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    B, _, T, _ = q_BHTK.shape
-    dout, q, k, v, out = (_rows(x) for x in (dout_BHTK, q_BHTK, k_BGTK, v_BGTK, out_BHTK))
+    (B, _, T, K), V = q_BHTK.shape, v_BGTV.shape[3]
+    dout, v, out = (_rows(compat.pad_columns(x, K)) for x in (dout_BHTV, v_BGTV, out_BHTV))
     lse_HN = lse_BHT.transpose(0, 1).reshape(-1, B * T)
-    starts = sequence_starts(documents_BT, max_documents)
-    dq, dk, dv = compat.varlen_flash_backward(dout, q, k, v, out, lse_HN, starts, T, window)
-    return _samples(dq, B), _samples(dk, B), _samples(dv, B)
+    starts, scale = sequence_starts(documents_BT, max_documents), scores.scale_of(K)
+    q, k = _rows(q_BHTK), _rows(k_BGTK)
+    dq, dk, dv = compat.varlen_flash_backward(dout, q, k, v, out, lse_HN, starts, T, window, scale)
+    return _samples(dq, B), _samples(dk, B), _samples(dv[..., :V].contiguous(), B)
 
 
 def _rows(x_BHTK: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Outputs of blocks are merged in fp32 by their log-sum-exp. With grouped-query at
 For torch.compile all of it is one opaque operator, and graphs are equal on all ranks because the operator looks up the
 rank when it runs.
 
-Shapes: B batch, H heads, G kv heads, T local tokens, S available keys, K head size.
+Shapes: B batch, H heads, G kv heads, T local tokens, S available keys, K head size, V width of values.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ from torch import Tensor
 from trainyard import compat
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.custom_op import WORKSPACE_BYTES
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores
 from trainyard.parallel import attention_blocks as blocks
 from trainyard.parallel import packed_documents
 from trainyard.parallel.attention_blocks import BlockMask
@@ -42,13 +43,14 @@ class AttentionSpec(NamedTuple):
     dropout: DropoutRng | None = None
     window: int = 0
     """Number of tokens, its own included, that a query sees at most; 0: no limit."""
+    scores: AttentionScores = PLAIN_SCORES
 
 
 class KeyChunk(NamedTuple):
     """Keys and values that are available at one step, and the blocks that a rank computes with them."""
 
     k_BGSK: Tensor
-    v_BGSK: Tensor
+    v_BGSV: Tensor
     documents_BS: Tensor | None
     key_positions_S: Tensor
     query_positions_T: Tensor
@@ -56,15 +58,15 @@ class KeyChunk(NamedTuple):
     blocks: list[blocks.AttentionBlock]
 
 
-def forward(ring: Group, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Output of the local queries over all keys, and its fp32 log-sum-exp [B, H, T]."""
-    out_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
+def forward(ring: Group, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Output [B, H, T, V] of the local queries over all keys, and its fp32 log-sum-exp [B, H, T]."""
+    out_BHTV = torch.empty((*q_BHTK.shape[:3], v_BGTV.shape[3]), dtype=torch.float32, device=q_BHTK.device)
     lse_BHT = torch.empty(q_BHTK.shape[:3], dtype=torch.float32, device=q_BHTK.device)
-    for chunk in _key_chunks(ring, k_BGTK, v_BGTK, spec):
+    for chunk in _key_chunks(ring, k_BGTK, v_BGTV, spec):
         for block in chunk.blocks:
-            q, k, v = q_BHTK[:, :, block.queries], chunk.k_BGSK[:, :, block.keys], chunk.v_BGSK[:, :, block.keys]
-            part, part_lse = blocks.forward(q, k, v, block.causal, _block_mask(block, chunk, spec))
-            out, lse = out_BHTK[:, :, block.queries], lse_BHT[:, :, block.queries]
+            q, k, v = q_BHTK[:, :, block.queries], chunk.k_BGSK[:, :, block.keys], chunk.v_BGSV[:, :, block.keys]
+            part, part_lse = blocks.forward(q, k, v, block.causal, _block_mask(block, chunk, spec), spec.scores)
+            out, lse = out_BHTV[:, :, block.queries], lse_BHT[:, :, block.queries]
             if block.is_first:
                 out.copy_(part)
                 lse.copy_(part_lse)
@@ -72,16 +74,17 @@ def forward(ring: Group, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, spec: A
                 # The softmax over both blocks of keys: weights exp(lse) / (exp(lse) + exp(part_lse)), without overflow.
                 out.lerp_(part.float(), (part_lse - lse).sigmoid_()[..., None])
                 lse.copy_(torch.logaddexp(lse, part_lse))
-    return _token_major(out_BHTK, q_BHTK.dtype), lse_BHT
+    blocks.add_sinks(out_BHTV, lse_BHT, spec.scores)
+    return _token_major(out_BHTV, q_BHTK.dtype), lse_BHT
 
 
 def backward(
     ring: Group,
-    dout_BHTK: Tensor,
+    dout_BHTV: Tensor,
     q_BHTK: Tensor,
     k_BGTK: Tensor,
-    v_BGTK: Tensor,
-    out_BHTK: Tensor,
+    v_BGTV: Tensor,
+    out_BHTV: Tensor,
     lse_BHT: Tensor,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,12 +92,13 @@ def backward(
     dq_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
     receive: Callable[[], list[Tensor]] | None = None
     local_grads: list[Tensor] = []
-    for step, chunk in enumerate(_key_chunks(ring, k_BGTK, v_BGTK, spec)):
-        gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (chunk.k_BGSK, chunk.v_BGSK)]
+    for step, chunk in enumerate(_key_chunks(ring, k_BGTK, v_BGTV, spec)):
+        gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (chunk.k_BGSK, chunk.v_BGSV)]
         for block in chunk.blocks:
-            dout, q, out, lse = (x[:, :, block.queries] for x in (dout_BHTK, q_BHTK, out_BHTK, lse_BHT))
-            k, v = chunk.k_BGSK[:, :, block.keys], chunk.v_BGSK[:, :, block.keys]
-            dq, *parts = blocks.backward(dout, q, k, v, out, lse, block.causal, _block_mask(block, chunk, spec))
+            dout, q, out, lse = (x[:, :, block.queries] for x in (dout_BHTV, q_BHTK, out_BHTV, lse_BHT))
+            k, v = chunk.k_BGSK[:, :, block.keys], chunk.v_BGSV[:, :, block.keys]
+            mask = _block_mask(block, chunk, spec)
+            dq, *parts = blocks.backward(dout, q, k, v, out, lse, block.causal, mask, spec.scores)
             if block.is_first:
                 dq_BHTK[:, :, block.queries] = dq
             else:
@@ -114,7 +118,7 @@ def backward(
     elif ring.size > 1:
         local_grads = [ring.reduce_scatter(blocks.to_rank_order(x, ring.size, 2))[0] for x in local_grads]
     dk, dv = local_grads
-    return _token_major(dq_BHTK, q_BHTK.dtype), _token_major(dk, k_BGTK.dtype), _token_major(dv, v_BGTK.dtype)
+    return _token_major(dq_BHTK, q_BHTK.dtype), _token_major(dk, k_BGTK.dtype), _token_major(dv, v_BGTV.dtype)
 
 
 def _key_chunks(ring: Group, k: Tensor, v: Tensor, spec: AttentionSpec) -> Iterator[KeyChunk]:
@@ -157,12 +161,12 @@ def _block_mask(block: blocks.AttentionBlock, chunk: KeyChunk, spec: AttentionSp
 
 def _token_major(x_BHTK: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy that is [B, T, H, K] in memory, so that the matmuls next to attention can view it as [B, T, H * K]."""
-    return _empty_token_major(x_BHTK, dtype).copy_(x_BHTK)
+    return _empty_token_major(x_BHTK, dtype, x_BHTK.shape[3]).copy_(x_BHTK)
 
 
-def _empty_token_major(like_BHTK: Tensor, dtype: torch.dtype) -> Tensor:
-    B, H, T, K = like_BHTK.shape
-    return torch.empty((B, T, H, K), dtype=dtype, device=like_BHTK.device).transpose(1, 2)
+def _empty_token_major(like_BHTK: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    B, H, T, _ = like_BHTK.shape
+    return torch.empty((B, T, H, columns), dtype=dtype, device=like_BHTK.device).transpose(1, 2)
 
 
 @torch.library.custom_op("trainyard::context_attention", mutates_args=())
@@ -171,6 +175,7 @@ def context_attention(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    sinks: Tensor | None,
     rng_tensors: list[Tensor],
     p: float,
     group: str,
@@ -179,14 +184,17 @@ def context_attention(
     causal: bool,
     window: int,
     max_documents: int,
+    scale: float | None,
+    soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """`forward` as an operator: softmax(q k / sqrt(K)) v of this rank's queries over the keys of all `size` ranks of
-    the process group `group`. `rng_tensors` are the four tensors of `DropoutRng`, or empty without dropout.
-    `max_documents` is that of `ContextAxis`."""
+    """`forward` as an operator: attention of this rank's queries over the keys of all `size` ranks of the process group
+    `group`. `rng_tensors` are the four tensors of `DropoutRng`, or empty without dropout. `max_documents` is that of
+    `ContextAxis`; `scale`, `soft_cap` and `sinks` are `AttentionScores`."""
     q, k, v = (_contiguous_last_dim(x) for x in (q, k, v))
-    if documents is not None and _has_varlen_kernel(q, p, size, causal, max_documents):
-        return packed_documents.forward(q, k, v, documents, max_documents, window)
-    return forward(_ring(group, size), q, k, v, _spec(method, causal, window, documents, p, rng_tensors))
+    scores = AttentionScores(scale, soft_cap, sinks)
+    if documents is not None and _has_varlen_kernel(q, v, p, size, causal, max_documents, soft_cap):
+        return packed_documents.forward(q, k, v, documents, max_documents, window, scores)
+    return forward(_ring(group, size), q, k, v, _spec(method, causal, window, documents, p, rng_tensors, scores))
 
 
 @torch.library.custom_op("trainyard::context_attention_backward", mutates_args=())
@@ -198,6 +206,7 @@ def context_attention_backward(
     out: Tensor,
     lse: Tensor,
     documents: Tensor | None,
+    sinks: Tensor | None,
     rng_tensors: list[Tensor],
     p: float,
     group: str,
@@ -206,17 +215,25 @@ def context_attention_backward(
     causal: bool,
     window: int,
     max_documents: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward` as an operator."""
+    scale: float | None,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`backward` as an operator; the last result is the gradient of the sinks (empty without)."""
     dout, q, k, v = (_contiguous_last_dim(x) for x in (dout, q, k, v))
-    if documents is not None and _has_varlen_kernel(q, p, size, causal, max_documents):
-        return packed_documents.backward(dout, q, k, v, out, lse, documents, max_documents, window)
-    spec = _spec(method, causal, window, documents, p, rng_tensors)
-    return backward(_ring(group, size), dout, q, k, v, out, lse, spec)
+    scores = AttentionScores(scale, soft_cap, sinks)
+    d_sinks = blocks.sink_gradient(dout, out, lse, scores)
+    if documents is not None and _has_varlen_kernel(q, v, p, size, causal, max_documents, soft_cap):
+        inputs = (dout, q, k, v, out, lse, documents)
+        return *packed_documents.backward(*inputs, max_documents, window, scores), d_sinks
+    spec = _spec(method, causal, window, documents, p, rng_tensors, scores)
+    return *backward(_ring(group, size), dout, q, k, v, out, lse, spec), d_sinks
 
 
-def _has_varlen_kernel(q: Tensor, p: float, size: int, causal: bool, max_documents: int) -> bool:
-    return size == 1 and causal and not p and max_documents > 0 and compat.has_varlen_flash(q)
+def _has_varlen_kernel(
+    q: Tensor, v: Tensor, p: float, size: int, causal: bool, max_documents: int, soft_cap: float | None
+) -> bool:
+    is_plain = size == 1 and causal and not p and soft_cap is None and v.shape[-1] <= q.shape[-1]
+    return is_plain and max_documents > 0 and compat.has_varlen_flash(q)
 
 
 def _ring(name: str, size: int) -> Group:
@@ -225,10 +242,11 @@ def _ring(name: str, size: int) -> Group:
 
 
 def _spec(
-    method: str, causal: bool, window: int, documents: Tensor | None, p: float, rng_tensors: list[Tensor]
-) -> AttentionSpec:
+    method: str, causal: bool, window: int, documents: Tensor | None, p: float, rng_tensors: list[Tensor],
+    scores: AttentionScores,
+) -> AttentionSpec:  # fmt: skip
     rng = DropoutRng(p, *rng_tensors) if rng_tensors else None
-    return AttentionSpec(cast(CpMethod, method), causal, documents, rng, window)
+    return AttentionSpec(cast(CpMethod, method), causal, documents, rng, window, scores)
 
 
 def _contiguous_last_dim(x: Tensor) -> Tensor:
@@ -237,76 +255,86 @@ def _contiguous_last_dim(x: Tensor) -> Tensor:
 
 
 @context_attention.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_token_major(q, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_token_major(q, q.dtype, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @context_attention_backward.register_fake
-def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_token_major(q, q.dtype), _empty_token_major(k, k.dtype), _empty_token_major(v, v.dtype)
+def _(
+    _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, _documents: Any, sinks: Any, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_empty_token_major(x, x.dtype, x.shape[3]) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(0 if sinks is None else sinks.shape, dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, rng_tensors, *ctx.options = inputs
+    q, k, v, documents, sinks, rng_tensors, *ctx.options = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, documents, *rng_tensors)
+    ctx.save_for_backward(q, k, v, *output, documents, sinks, *rng_tensors)
 
 
 def _autograd_backward(ctx: Any, dout: Tensor, _dlse: None) -> tuple[Any, ...]:
-    q, k, v, out, lse, documents, *rng_tensors = ctx.saved_tensors
-    gradients = context_attention_backward(dout, q, k, v, out, lse, documents, rng_tensors, *ctx.options)
-    return *gradients, None, [None] * len(rng_tensors), *[None] * len(ctx.options)
+    q, k, v, out, lse, documents, sinks, *rng_tensors = ctx.saved_tensors
+    inputs = (dout, q, k, v, out, lse, documents, sinks, rng_tensors)
+    *gradients, d_sinks = context_attention_backward(*inputs, *ctx.options)
+    d_sinks = None if sinks is None else d_sinks.to(sinks.dtype)
+    return *gradients, None, d_sinks, [None] * len(rng_tensors), *[None] * len(ctx.options)
 
 
 context_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def attention_messages(
-    method: CpMethod, size: int, keys: int, documents: int, dtype: torch.dtype, backward: bool
+    method: CpMethod, size: int, keys: int, values: int, documents: int, dtype: torch.dtype, backward: bool
 ) -> Iterator[tuple[str, torch.dtype, int, int]]:
-    """(kind, dtype, bytes, times) of what a rank with `keys` elements of keys, as many of values and `documents` ids
-    sends in a forward or a backward pass. Backward sends keys and values again, and their fp32 gradients."""
+    """(kind, dtype, bytes, times) of what a rank with so many elements of keys and values and `documents` ids sends in
+    a forward or a backward pass. Backward sends keys and values again, and their fp32 gradients."""
     if method == "ring":
-        parts, steps, forward, returned = 2, size - 1, "all_to_all", "all_to_all"
-        shape = 1
+        parts, steps, forward, returned = [keys + values], size - 1, "all_to_all", "all_to_all"
     else:
-        parts, steps, forward, returned = 1, 2, "all_gather", "reduce_scatter"
-        shape = size
-    yield forward, dtype, parts * shape * keys * dtype.itemsize, steps
-    if backward:
-        yield returned, torch.float32, parts * shape * keys * 4, steps
-    yield forward, torch.int32, shape * documents * 4, steps if method == "ring" else 1
+        parts, steps, forward, returned = [size * keys, size * values], 1, "all_gather", "reduce_scatter"
+        documents *= size
+    for elements in parts:
+        yield forward, dtype, elements * dtype.itemsize, steps
+        if backward:
+            yield returned, torch.float32, elements * 4, steps
+    yield forward, torch.int32, documents * 4, steps
 
 
-def _tile_bytes(q: Tensor, documents: Tensor | None, p: float, size: int, causal: bool, window: int) -> int:
-    """Tiles of biases, or of the scores that dropout needs: a few of those are alive at a time."""
-    if p == 0 and not window and (documents is None or (size == 1 and not causal)):
+def _tile_bytes(
+    q: Tensor, documents: Tensor | None, p: float, size: int, causal: bool, window: int, soft_cap: float | None
+) -> int:
+    """Tiles of biases, or of the scores that dropout and soft-caps need: a few of those are alive at a time."""
+    if p == 0 and soft_cap is None and not window and (documents is None or (size == 1 and not causal)):
         return 0
     batch, heads, tokens, _ = q.shape
     keys = tokens * size
     smallest = 4 * heads * keys
-    tiles = (4 if p else 1) * blocks.TILE_BYTES
+    tiles = (4 if p or soft_cap is not None else 1) * blocks.TILE_BYTES
     return min(tiles, 4 * max(smallest, batch * tokens * keys * 4 * heads))
 
 
 def _forward_workspace(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, rng_tensors: list[Tensor], p: float, group: str,
-    size: int, method: str, causal: bool, window: int, max_documents: int,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, rng_tensors: list[Tensor],
+    p: float, group: str, size: int, method: str, causal: bool, window: int, max_documents: int, scale: float | None,
+    soft_cap: float | None,
 ) -> int:  # fmt: skip
     """fp32 outputs of all blocks and of one, and keys and values of other ranks."""
-    received = 0 if size == 1 else 2 * k.nbytes * (size + 1 if method == "all_gather" else 2)
-    return 2 * 4 * q.numel() + received + _tile_bytes(q, documents, p, size, causal, window)
+    received = 0 if size == 1 else (k.nbytes + v.nbytes) * (size + 1 if method == "all_gather" else 2)
+    outputs = 2 * 4 * q.shape[:3].numel() * v.shape[3]
+    return outputs + received + _tile_bytes(q, documents, p, size, causal, window, soft_cap)
 
 
 def _backward_workspace(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
-    rng_tensors: list[Tensor], p: float, group: str, size: int, method: str, causal: bool, window: int,
-    max_documents: int,
+    sinks: Tensor | None, rng_tensors: list[Tensor], p: float, group: str, size: int, method: str, causal: bool,
+    window: int, max_documents: int, scale: float | None, soft_cap: float | None,
 ) -> int:  # fmt: skip
     """fp32 gradients of queries, and of keys and values with those of other ranks."""
-    received = 0 if size == 1 else 2 * k.nbytes * (size + 1 if method == "all_gather" else 2)
+    received = 0 if size == 1 else (k.nbytes + v.nbytes) * (size + 1 if method == "all_gather" else 2)
     copies = 1 if size == 1 else 2 * size if method == "all_gather" else 3
-    return 4 * (2 * q.numel() + copies * 2 * k.numel()) + received + _tile_bytes(q, documents, p, size, causal, window)
+    gradients = 4 * (2 * q.numel() + copies * (k.numel() + v.numel()))
+    return gradients + received + _tile_bytes(q, documents, p, size, causal, window, soft_cap)
 
 
 WORKSPACE_BYTES[torch.ops.trainyard.context_attention.default] = _forward_workspace

@@ -39,7 +39,8 @@ class HeadNormAttention(llama.LlamaAttention):
         super().__init__(c, make, name)
         self.q_head_norm, self.k_head_norm = (make.rms_norm(f"{name}.{part}_head_norm", c.norm_eps) for part in "qk")
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: Any, documents_BT: Tensor | None) -> Tensor:
+        ((cos_TK, sin_TK, _),) = positions
         (qkv,) = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
         q_BHTK, k_BGTK = self.q_head_norm(q_BHTK)[1], self.k_head_norm(k_BGTK)[1]

@@ -2,12 +2,14 @@
 
 from trainyard.families.decoder import (
     DECODER_MODULE,
-    DecoderConfig,
+    DecoderStyle,
+    GateActivation,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
     read_megatron_decoder,
 )
+from trainyard.families.decoder_keys import BiasedDecoderConfig, activation_keys
 from trainyard.families.family import Family, MegatronFormat
 
 TORCHTITAN_NAMES = {
@@ -25,8 +27,15 @@ TORCHTITAN_NAMES = {
 """Names of torchtitan 0.3."""
 
 
-class LlamaConfig(DecoderConfig):
-    """Llama 2, 3, 3.1 and DeepSeek-Coder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases."""
+class LlamaConfig(BiasedDecoderConfig):
+    """Llama 2, 3, 3.1 and DeepSeek-Coder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+
+    activation: GateActivation = "silu"
+    """Activation of the MLP's gate."""
+
+    @property
+    def style(self) -> DecoderStyle:
+        return DecoderStyle(biases=self.biases, activation=self.activation)
 
 
 FAMILY = Family(
@@ -37,10 +46,13 @@ FAMILY = Family(
     hf=decoder_hf_format(
         "llama",
         "LlamaForCausalLM",
-        keys=decoder_hf_keys(
-            kv_heads=None, max_positions=2048, rope_theta=10000.0, norm_eps=1e-6, bos_token_id=1, eos_token_id=2
-        ),
-        fixed={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0.0},
+        keys={
+            **decoder_hf_keys(
+                kv_heads=None, max_positions=2048, rope_theta=10000.0, norm_eps=1e-6, bos_token_id=1, eos_token_id=2
+            ),
+            **{key: (key, False) for key in ("attention_bias", "mlp_bias")},
+        },
+        groups=(activation_keys(),),
     ),
     nxd_styles=("hf", "megatron"),
     megatron=MegatronFormat(

@@ -5,16 +5,15 @@ from typing import Any
 
 from trainyard.families.decoder import (
     DECODER_MODULE,
-    ROPE_HF_KEYS,
     DecoderConfig,
     DecoderStyle,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
     read_default_head_dim,
-    read_rope,
 )
 from trainyard.families.family import Family
+from trainyard.families.rope import ROPE_HF_KEYS, read_rope
 
 WINDOW_KEYS = ("sliding_window", "max_window_layers", "layer_types")
 """Keys of config.json without effect unless use_sliding_window is true."""

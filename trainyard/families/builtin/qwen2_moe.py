@@ -6,10 +6,10 @@ from typing import Any
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
+from trainyard.families.blueprint import layers_text
 from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import (
     DECODER_MODULE,
-    ROPE_HF_KEYS,
     DecoderStyle,
     decoder_hf_format,
     decoder_hf_keys,
@@ -18,7 +18,8 @@ from trainyard.families.decoder import (
     write_decoder,
 )
 from trainyard.families.family import Family
-from trainyard.families.moe import MoeConfig, MoeStyle, layers_text, moe_blueprint, moe_hf_names
+from trainyard.families.moe import MoeConfig, MoeStyle, moe_blueprint, moe_hf_names
+from trainyard.families.rope import ROPE_HF_KEYS
 
 
 class Qwen2MoeConfig(MoeConfig):

@@ -6,7 +6,6 @@ from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import (
     DECODER_MODULE,
-    ROPE_HF_KEYS,
     DecoderConfig,
     DecoderStyle,
     decoder_blueprint,
@@ -14,6 +13,7 @@ from trainyard.families.decoder import (
     decoder_hf_keys,
 )
 from trainyard.families.family import Family
+from trainyard.families.rope import ROPE_HF_KEYS
 
 
 class Qwen3Config(DecoderConfig):

@@ -73,16 +73,22 @@ class TritonKernels(Kernels):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
 
-    def rope(self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = _Rope.apply(qkv, cos, sin, heads, kv_heads)  # type: ignore[no-untyped-call]
+    def rope(
+        self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int, interleaved: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if cos is None:
+            return super().rope(qkv, cos, sin, heads, kv_heads)
+        q, k, v = _Rope.apply(qkv, cos, sin, heads, kv_heads, interleaved)  # type: ignore[no-untyped-call]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def norm_rope(
-        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
-        kv_heads: int,
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None,
+        heads: int, kv_heads: int, interleaved: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        buffers = self._wgrad_buffers(q_weight, k_weight)
-        q, k, v = _NormRope.apply(qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads, buffers)  # type: ignore[no-untyped-call]
+        if cos is None:
+            return super().norm_rope(qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads)
+        weights, buffers = (q_weight, k_weight), self._wgrad_buffers(q_weight, k_weight)
+        q, k, v = _NormRope.apply(qkv, *weights, eps, cos, sin, heads, kv_heads, interleaved, buffers)  # type: ignore[no-untyped-call]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def sum_rows(self, x: Tensor, index: Tensor, weight: Tensor | None) -> Tensor:
@@ -244,30 +250,32 @@ class _BiasGELU(torch.autograd.Function):
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        q, k = rotary.rope(qkv, cos, sin, heads, kv_heads)
-        return q, k, qkv.view(*qkv.shape[:2], -1, cos.shape[-1])[:, :, heads + kv_heads :]
+        ctx.interleaved = interleaved
+        q, k = rotary.rope(qkv, cos, sin, heads, kv_heads, interleaved)
+        return q, k, qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)[:, :, heads + kv_heads :]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return rotary.rope_backward(*grads, *ctx.saved_tensors), None, None, None, None
+        return rotary.rope_backward(*grads, *ctx.saved_tensors, ctx.interleaved), *[None] * 5
 
 
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
-        kv_heads: int, buffers: WgradBuffers,
+        kv_heads: int, interleaved: bool, buffers: WgradBuffers,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
-        ctx.eps, ctx.buffers = eps, buffers
-        q, k = rotary.norm_rope(qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads)
-        return q, k, qkv.view(*qkv.shape[:2], -1, cos.shape[-1])[:, :, heads + kv_heads :]
+        ctx.eps, ctx.interleaved, ctx.buffers = eps, interleaved, buffers
+        q, k = rotary.norm_rope(qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads, interleaved)
+        return q, k, qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)[:, :, heads + kv_heads :]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        d_qkv, partial_sums = rotary.norm_rope_backward(*grads, qkv, q_weight, k_weight, ctx.eps, cos, sin)
-        return d_qkv, *_reduce_vector_grads(partial_sums, q_weight.dtype, ctx.buffers), *[None] * 6
+        arguments = (qkv, q_weight, k_weight, ctx.eps, cos, sin, ctx.interleaved)
+        d_qkv, partial_sums = rotary.norm_rope_backward(*grads, *arguments)
+        return d_qkv, *_reduce_vector_grads(partial_sums, q_weight.dtype, ctx.buffers), *[None] * 7

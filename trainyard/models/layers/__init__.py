@@ -3,8 +3,9 @@
 from trainyard.models.layers.activation import BiasGelu, ClampedSwiGLU, GatedActivation
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
 from trainyard.models.layers.dropout import Dropout, add_uniform_noise, dropout_site, token_seeds
-from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding, rope_frequencies
+from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding
 from trainyard.models.layers.norm import LayerNorm, ResidualSum, RMSNorm, RMSNormOfAllHeads
+from trainyard.models.layers.rope import PositionTable, PositionTables
 from trainyard.parallel.tensor_parallel import Linear
 
 __all__ = [
@@ -18,12 +19,13 @@ __all__ = [
     "Linear",
     "OutputProjection",
     "PackedSequences",
+    "PositionTable",
+    "PositionTables",
     "RMSNorm",
     "RMSNormOfAllHeads",
     "ResidualSum",
     "VocabEmbedding",
     "add_uniform_noise",
     "dropout_site",
-    "rope_frequencies",
     "token_seeds",
 ]

@@ -1,16 +1,18 @@
-"""Core attention: softmax(q k / sqrt(K)) v on this rank's heads, under tensor and context parallelism."""
+"""Core attention: softmax(q k / sqrt(K)) v on this rank's heads, under tensor and context parallelism.
 
-from functools import partial
+V: width of values, if it is not that of keys.
+"""
+
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainyard.core.counter_rng import DropoutRng, RowSeeds
 from trainyard.core.splits import head_range
 from trainyard.kernels.batch_invariant import with_gradients_of
-from trainyard.kernels.reference import Kernels, counter_dropout
+from trainyard.kernels.reference import AttentionScores, Kernels, counter_dropout
 from trainyard.models.layers.dropout import dropout_site
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.recompute import Recomputable
@@ -47,10 +49,15 @@ class CoreAttention(Recomputable):
         cp: ContextAxis,
         kernels: Kernels | None = None,
         window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: nn.Parameter | None = None,
     ) -> None:
-        """`window`: number of tokens, its own included, that a token attends to at most (sliding window)."""
+        """`window`: number of tokens, its own included, that a token attends to at most (sliding window). `scale`,
+        `soft_cap` and `sinks` (of this rank's heads) are those of `AttentionScores`."""
         super().__init__()
         assert causal or window is None
+        self.scale, self.soft_cap, self.sinks = scale, soft_cap, sinks
         self.causal, self.kernels, self.window = causal, kernels or Kernels(), window
         self.p = dropout
         self.cp = cp
@@ -69,66 +76,90 @@ class CoreAttention(Recomputable):
         self.register_buffer("kv_index", kv_index.int(), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(cp.rank, dtype=torch.int32), persistent=False)
 
+    @property
+    def scores(self) -> AttentionScores:
+        return AttentionScores(self.scale, self.soft_cap, self.sinks)
+
     def forward(
         self,
         q_BHTK: Tensor,
         k_BGTK: Tensor,
-        v_BGTK: Tensor,
+        v_BGTV: Tensor,
         documents_BT: Tensor | None = None,
         seeds: RowSeeds | None = None,
     ) -> Tensor:
         """A query sees only keys of its own document. Without a causal mask, document 0 is padding."""
-        k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
+        k_BGTK, v_BGTV = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTV)
         if not self.kernels.is_batch_invariant:
-            return self._attend(q_BHTK, k_BGTK, v_BGTK, documents_BT, seeds)
+            return self._attend(q_BHTK, k_BGTK, v_BGTV, self.sinks, documents_BT, seeds)
         first_B = torch.zeros(len(q_BHTK), dtype=torch.int32, device=q_BHTK.device)
-        return with_gradients_of(
-            partial(self._attend, documents_BT=documents_BT, seeds=seeds),
-            partial(self.kernels.attention, first_B=first_B, documents_BT=documents_BT, window=self.window),
-            *(q_BHTK, k_BGTK, v_BGTK),
-        )
+        sinks = () if self.sinks is None else (self.sinks,)
+
+        def invariant(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+            return self.kernels.attention(q, k, v, first_B, documents_BT, self.window, self.scores)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            return self._attend(q, k, v, sinks, documents_BT, seeds)
+
+        return with_gradients_of(plain, invariant, q_BHTK, k_BGTK, v_BGTV, *sinks)
 
     def _attend(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents_BT: Tensor | None, seeds: RowSeeds | None
-    ) -> Tensor:
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, sinks: Tensor | None, documents_BT: Tensor | None,
+        seeds: RowSeeds | None,
+    ) -> Tensor:  # fmt: skip
         use_dropout = self.training and self.p > 0
         window = self._effective_window(q_BHTK.shape[2])
+        scores = AttentionScores(self.scale, self.soft_cap, sinks)
         # 1. Attention by blocks of keys: ring or gathered keys under context parallelism; documents and windows, whose
-        # blocks are skipped where no query sees a key. One opaque operator, which makes its masks and dropout itself.
+        # blocks are skipped where no query sees a key; and what torch's fused attention lacks, or computes with all
+        # scores in memory. One opaque operator, which makes its masks and dropout itself.
         by_blocks = self.cp.size > 1 or (self.causal and documents_BT is not None) or window is not None
+        is_plain = self.soft_cap is None and sinks is None
+        by_blocks = by_blocks or not is_plain or k_BGTK.shape[3] != v_BGTV.shape[3]
         if by_blocks and not self.cp.decomposes_attention:
             rng = DropoutRng(self.p, *seeds, self.site, self.head_offset) if use_dropout and seeds else None
-            return self.cp.attend(q_BHTK, k_BGTK, v_BGTK, self.causal, documents_BT, rng, window)
+            return self.cp.attend(q_BHTK, k_BGTK, v_BGTV, self.causal, documents_BT, rng, window, scores)
         # From here on every key is on this rank: there is one rank, or the device's compiler wants plain operators.
-        k_BGSK, v_BGSK = self.cp.gather_sequence(k_BGTK, 2), self.cp.gather_sequence(v_BGTK, 2)
+        k_BGSK, v_BGSV = self.cp.gather_sequence(k_BGTK, 2), self.cp.gather_sequence(v_BGTV, 2)
         visible = self._visible_keys(documents_BT, q_BHTK.shape[2])
-        if not use_dropout:
+        return self._plain_attention(q_BHTK, k_BGSK, v_BGSV, visible, scores, seeds if use_dropout else None)
+
+    def _plain_attention(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, visible: Tensor | None, scores: AttentionScores,
+        seeds: RowSeeds | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention over the keys that `visible` shows (none: all, or a triangle if causal), with dropout if there are
+        seeds."""
+        repeat, keys = q_BHTK.shape[1] // k_BGSK.shape[1], k_BGSK.shape[2]
+        is_fused = scores.soft_cap is None and scores.sinks is None and seeds is None
+        # Without a fused fp32 kernel for fewer kv heads torch would materialize all scores; copies are smaller.
+        has_kernel = is_fused and (q_BHTK.dtype != torch.float32 or self.kernels.has_fp32_gqa)
+        if repeat > 1 and not has_kernel:
+            k_BGSK, v_BGSV = (x[:, :, None].expand(-1, -1, repeat, -1, -1).flatten(1, 2) for x in (k_BGSK, v_BGSV))
+        if is_fused:
             # 2. torch's fused attention. `is_causal` only without a mask: torch refuses both, and the mask is causal.
-            repeat = q_BHTK.shape[1] // k_BGSK.shape[1]
-            # Without a fused fp32 kernel for fewer kv heads torch would materialize all scores; copies are smaller.
-            if repeat > 1 and q_BHTK.dtype == torch.float32 and not self.kernels.has_fp32_gqa:
-                k_BGSK, v_BGSK = (x[:, :, None].expand(-1, -1, repeat, -1, -1).flatten(1, 2) for x in (k_BGSK, v_BGSK))
-            grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
+            grouped, is_causal = q_BHTK.shape[1] != k_BGSK.shape[1], self.causal and visible is None
             return F.scaled_dot_product_attention(
-                q_BHTK, k_BGSK, v_BGSK, visible, is_causal=self.causal and visible is None, enable_gqa=grouped
+                q_BHTK, k_BGSK, v_BGSV, visible, is_causal=is_causal, scale=scores.scale, enable_gqa=grouped
             )
-        # 3. Dropout of the weights whose mask must not depend on the layout: torch's kernels draw their own, so scores
-        # and weights are materialized, in fp32 up to the softmax.
-        assert seeds is not None
-        keys = k_BGSK.shape[2]
-        score_BHTS = (q_BHTK @ k_BGSK.transpose(2, 3)).float() * q_BHTK.shape[3] ** -0.5
+        # 3. Soft-caps and sinks in plain operators, and dropout of the weights whose mask must not depend on the layout
+        # (torch's kernels draw their own): scores and weights are materialized, in fp32 up to the softmax.
+        score_BHTS = scores.cap((q_BHTK @ k_BGSK.transpose(2, 3)).float() * scores.scale_of(q_BHTK.shape[3]))
         if visible is not None:
             score_BHTS = score_BHTS.masked_fill(~visible, -torch.inf)
         elif self.causal:
             future = torch.ones(keys, keys, dtype=torch.bool, device=score_BHTS.device).triu(1)
             score_BHTS = score_BHTS.masked_fill(future, -torch.inf)
+        weight_BHTS = scores.weights(score_BHTS)
+        if seeds is None:
+            return weight_BHTS.to(v_BGSV.dtype) @ v_BGSV
         # The mask of a weight depends on its query's (sample, position) seeds and, within that row, on head and key.
         head_H = torch.arange(q_BHTK.shape[1], dtype=torch.int32, device=q_BHTK.device) + self.head_offset
         key_S = torch.arange(keys, dtype=torch.int32, device=q_BHTK.device)
         column_H1S = head_H[:, None, None] * 0x10001 + key_S  # distinct for all heads of up to 65,537 keys
         row_B1T1 = (seeds.seed0[:, None, :, None], seeds.seed1[:, None, :, None])
-        weight_BHTS = counter_dropout(score_BHTS.softmax(-1), self.p, row_B1T1, self.site, column_H1S)
-        return weight_BHTS.to(v_BGSK.dtype) @ v_BGSK
+        weight_BHTS = counter_dropout(weight_BHTS, self.p, row_B1T1, self.site, column_H1S)
+        return weight_BHTS.to(v_BGSV.dtype) @ v_BGSV
 
     def even_kv_heads(self, x_BGTK: Tensor) -> Tensor:
         """Keys or values in which every local kv head serves the same number of query heads."""
@@ -168,6 +199,7 @@ class CoreAttention(Recomputable):
         use_dropout = self.training and self.p > 0
         packed = documents_BT if isinstance(documents_BT, PackedSequences) else None
         batch, tokens = projections[0].shape[:2]
+        assert self.scores == AttentionScores(), "the kernel of packed sequences has no other scores"
         has_kernel = self.kernels.has_varlen_attention and self.cp.size == 1
         # 4. The kernel also takes equal samples, as sequences of one length, if that saves path 3 its scores.
         if packed is None and use_dropout and documents_BT is None and has_kernel:

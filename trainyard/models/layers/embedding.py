@@ -1,10 +1,9 @@
-"""Embeddings, the output projection, and rotary position frequencies."""
+"""Embeddings and the output projection."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.families.decoder import DecoderConfig, LinearRopeScaling, Llama3RopeScaling
 from trainyard.kernels.reference import Kernels
 from trainyard.parallel.tensor_parallel import TensorAxis
 
@@ -47,17 +46,3 @@ class VocabEmbedding(OutputProjection):
         is_local = (index >= 0) & (index < self.weight.shape[0])
         rows = F.embedding(torch.where(is_local, index, 0), self.weight)
         return self.tp.reduce_output(torch.where(is_local[..., None], rows, 0.0))
-
-
-def rope_frequencies(c: DecoderConfig) -> Tensor:
-    """Radians per position of each pair of dims, [K / 2], with the configured context extension."""
-    frequency = 1.0 / c.rope_theta ** (torch.arange(0, c.head_size, 2, dtype=torch.float32) / c.head_size)
-    scaling = c.rope_scaling
-    if isinstance(scaling, LinearRopeScaling):
-        return frequency / scaling.factor
-    if isinstance(scaling, Llama3RopeScaling):
-        turns = scaling.original_max_positions * frequency / (2 * torch.pi)
-        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        smooth = smooth.clamp(0, 1)
-        return frequency * ((1 - smooth) / scaling.factor + smooth)
-    return frequency

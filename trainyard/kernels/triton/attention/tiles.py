@@ -18,6 +18,12 @@ def dot(a, b, acc=None):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def capped(score, soft_cap):  # type: ignore[no-untyped-def]
+    """c tanh(score / c), both times log2(e)."""
+    return soft_cap * (2 * tl.sigmoid(2 * score / soft_cap) - 1)
+
+
+@triton.jit
 def keep_mask(a, b, column, threshold):  # type: ignore[no-untyped-def]
     """Which weights survive dropout: `counter_rng.element_bits` of broadcast `query_seeds` and `key_terms`."""
     return (mix32((a + column) ^ b) & 0x7FFFFFFF).to(tl.int32) >= threshold

@@ -4,7 +4,8 @@
 # follows the lengths. The last program of a slot and kv head combines the parts in a fixed order. The first program
 # rotates the new key, writes it and the new value to the cache, and starts its softmax with them.
 #
-# Shapes: B slots, H heads, G kv heads, R heads per kv head, S positions of the cache, K head dim. Exponents are base 2.
+# Shapes: B slots, H heads, G kv heads, R heads per kv head, S positions of the cache, K head dim, V width of values.
+# Exponents are base 2. A sink is like a first key whose value is 0.
 
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainyard.kernels.triton.attention.tiles import LOG2_E, dot
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores
+from trainyard.kernels.triton.attention.tiles import LOG2_E, capped, dot
 from trainyard.kernels.triton.decode.dependent_launch import (
     arrival_counters,
     is_last_program,
@@ -55,19 +57,21 @@ def _load_rows(x, position, s, end, column, HEAD_DIM: tl.constexpr):  # type: ig
 
 @triton.jit
 def _attend_by_rows(  # type: ignore[no-untyped-def]
-    query, new_score, new_total, new_value, key, value, k_cache, v_cache, first, end, s, column,
-    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr,
+    query, new_score, new_total, new_value, key, value, k_cache, v_cache, first, end, s, column, value_column, soft_cap,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Softmax statistics and weighted sum of one head without tensor cores. Each row of a block has a softmax of its
     own until the end, so that warps never wait for each other. `key` and `value` are the first block."""
     top = tl.where(s == 0, new_score, -1e30)
     total = tl.where(s == 0, new_total, 0.0)
-    acc = tl.where((s == 0)[:, None], new_value[None, :], 0.0)
+    acc = tl.where((s == 0)[:, None], new_value, 0.0)
     for position in range(first, end, BLOCK_S):
         this_key, this_value = key, value
         key = _load_rows(k_cache, position + BLOCK_S, s, end, column, HEAD_DIM)
-        value = _load_rows(v_cache, position + BLOCK_S, s, end, column, HEAD_DIM)
+        value = _load_rows(v_cache, position + BLOCK_S, s, end, value_column, VALUE_DIM)
         score = tl.sum(this_key.to(tl.float32) * query, 1)
+        if HAS_CAP:
+            score = capped(score, soft_cap)
         in_range = position + s < end
         new_top = tl.where(in_range, tl.maximum(top, score), top)
         weight = tl.where(in_range, tl.exp2(score - new_top), 0.0)
@@ -82,22 +86,25 @@ def _attend_by_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend_by_matmuls(  # type: ignore[no-untyped-def]
-    query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr,
+    query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, value_column, scale, soft_cap,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """The same for all heads of a kv head, with tensor cores."""
     top = new_score
     total = new_total
-    acc = tl.zeros_like(query).to(tl.float32) + new_value[None, :]
+    acc = new_value
     for position in range(first, end, BLOCK_S):
         in_range = (position + s < end)[None, :]
         key = _load_rows(k_cache, position, s, end, column, HEAD_DIM)
-        score = tl.where(in_range, dot(query, key.T) * scale, float("-inf"))
+        score = dot(query, key.T) * scale
+        if HAS_CAP:
+            score = capped(score, soft_cap)
+        score = tl.where(in_range, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weight, 1)
-        value = _load_rows(v_cache, position, s, end, column, HEAD_DIM)
+        value = _load_rows(v_cache, position, s, end, value_column, VALUE_DIM)
         acc = dot(weight.to(value.dtype), value, acc * decay[:, None])
         top = new_top
     return top, total, acc
@@ -105,11 +112,12 @@ def _attend_by_matmuls(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_attention_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, k_cache, v_cache, lengths, cos, sin, out, partial, partial_lse, counters, scale,
+    q, k, v, k_cache, v_cache, lengths, cos, sin, sinks, out, partial, partial_lse, counters, scale, soft_cap,
     q_slot_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, angle_stride,
     max_seq_len, window,
-    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_ROPE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
     split, g, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -118,16 +126,18 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
     keys_per_split = tl.cdiv(tl.cdiv(length - oldest, SPLITS), 16) * 16
     first = oldest + split * keys_per_split
     end = tl.minimum(first + keys_per_split, length)
-    cache = (slot * G + g) * max_seq_len * HEAD_DIM
-    k_cache += cache
-    v_cache += cache
+    cache = (slot * G + g) * max_seq_len
+    k_cache += cache * HEAD_DIM
+    v_cache += cache * VALUE_DIM
     column = tl.arange(0, BLOCK_K)
+    value_column = tl.arange(0, BLOCK_V)
+    in_value = value_column < VALUE_DIM
     s = tl.arange(0, BLOCK_S)
     r = tl.arange(0, BLOCK_R)
     in_head = column < HEAD_DIM
     if BLOCK_R == 1:
         key = _load_rows(k_cache, first, s, end, column, HEAD_DIM)
-        value = _load_rows(v_cache, first, s, end, column, HEAD_DIM)
+        value = _load_rows(v_cache, first, s, end, value_column, VALUE_DIM)
     wait(PDL)
     if split == 0 or first < end:
         scale *= LOG2_E
@@ -140,35 +150,46 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
         query = _load_rotated(query_row, cos, sin, column[None, :], query_mask, HEAD_DIM, HAS_ROPE)
         new_score = tl.full((BLOCK_R,), -1e30, tl.float32)
         new_total = tl.zeros((BLOCK_R,), tl.float32)
-        new_value = tl.zeros((BLOCK_K,), tl.float32)
+        new_value = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
         if split == 0:
             key_row = k + slot * k_slot_stride + g * k_head_stride
             new_key = _load_rotated(key_row, cos, sin, column, in_head, HEAD_DIM, HAS_ROPE)
-            raw_value = tl.load(v + slot * v_slot_stride + g * v_head_stride + column, in_head, 0.0)
+            raw_value = tl.load(v + slot * v_slot_stride + g * v_head_stride + value_column, in_value, 0.0)
             tl.store(k_cache + length * HEAD_DIM + column, new_key, in_head)
-            tl.store(v_cache + length * HEAD_DIM + column, raw_value, in_head)
+            tl.store(v_cache + length * VALUE_DIM + value_column, raw_value, in_value)
             new_score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+            if HAS_CAP:
+                new_score = capped(new_score, soft_cap)
             new_total += 1.0
-            new_value = raw_value.to(tl.float32)
+            new_value += raw_value.to(tl.float32)[None, :]
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, r < R, 0.0).to(tl.float32) * LOG2_E
+                top = tl.maximum(new_score, sink)
+                weight = tl.exp2(new_score - top)
+                new_value *= weight[:, None]
+                new_total = weight + tl.exp2(sink - top)
+                new_score = top
         if BLOCK_R == 1:
             top, total, acc = _attend_by_rows(
                 query.to(tl.float32) * scale, new_score, new_total, new_value, key, value, k_cache, v_cache,
-                first, end, s, column, HEAD_DIM, BLOCK_S,
+                first, end, s, column, value_column, soft_cap, HEAD_DIM, VALUE_DIM, HAS_CAP, BLOCK_S,
             )  # fmt: skip
         else:
             top, total, acc = _attend_by_matmuls(
-                query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, scale,
-                HEAD_DIM, BLOCK_S,
+                query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, value_column, scale,
+                soft_cap, HEAD_DIM, VALUE_DIM, HAS_CAP, BLOCK_S,
             )  # fmt: skip
         acc = acc / total[:, None]
-        out += slot * G * R * HEAD_DIM
+        out += slot * G * R * VALUE_DIM
+        value_mask = (r < R)[:, None] & in_value[None, :]
         if SPLITS == 1:
-            tl.store(out + head[:, None] * HEAD_DIM + column[None, :], acc.to(out.dtype.element_ty), query_mask)
+            row = out + head[:, None] * VALUE_DIM + value_column[None, :]
+            tl.store(row, acc.to(out.dtype.element_ty), value_mask)
         else:
             base = (slot * G + g) * SPLITS
-            partial += base * R * HEAD_DIM
+            partial += base * R * VALUE_DIM
             partial_lse += base * BLOCK_R
-            tl.store(partial + (split * R + r)[:, None] * HEAD_DIM + column[None, :], acc, query_mask)
+            tl.store(partial + (split * R + r)[:, None] * VALUE_DIM + value_column[None, :], acc, value_mask)
             tl.store(partial_lse + split * BLOCK_R + r, top + tl.log2(total))
             used_splits = tl.maximum(tl.cdiv(length - oldest, tl.maximum(keys_per_split, 1)), 1)
             if is_last_program(counters + slot * G + g, used_splits):
@@ -176,13 +197,13 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
                 used = i < used_splits
                 for row in tl.static_range(R):
                     part = tl.load(
-                        partial + (i * R + row)[:, None] * HEAD_DIM + column[None, :],
-                        used[:, None] & in_head[None, :], 0.0, cache_modifier=".cg",
+                        partial + (i * R + row)[:, None] * VALUE_DIM + value_column[None, :],
+                        used[:, None] & in_value[None, :], 0.0, cache_modifier=".cg",
                     )  # fmt: skip
                     lse = tl.load(partial_lse + i * BLOCK_R + row, used, float("-inf"), cache_modifier=".cg")
                     weight = tl.exp2(lse - tl.max(lse, 0))
                     y = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-                    tl.store(out + (g * R + row) * HEAD_DIM + column, y.to(out.dtype.element_ty), in_head)
+                    tl.store(out + (g * R + row) * VALUE_DIM + value_column, y.to(out.dtype.element_ty), in_value)
 
 
 def attention_config(slots: int, kv_heads: int, heads_per_kv_head: int, max_seq_len: int) -> DecodeAttentionConfig:
@@ -195,9 +216,9 @@ def attention_config(slots: int, kv_heads: int, heads_per_kv_head: int, max_seq_
 
 
 def decode_attention(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
     cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
-    config: DecodeAttentionConfig | None = None,
+    scores: AttentionScores = PLAIN_SCORES, config: DecodeAttentionConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one token per slot, as `reference.decode_attention`. The last dims must be contiguous.
 
@@ -206,27 +227,29 @@ def decode_attention(
     power of two is 2% faster (S + 8, say).
     """
     B, H, T, K = q_BHTK.shape
-    G, S = k_cache.shape[1:3]
+    G, S, V = v_cache.shape[1:]
     assert T == 1
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
-    assert all(x is None or x.stride(-1) == 1 for x in (q_BHTK, k_BGTK, v_BGTK, cos, sin))
+    assert all(x is None or x.stride(-1) == 1 for x in (q_BHTK, k_BGTK, v_BGTV, cos, sin))
     assert cos is None or sin is None or (cos.numel() == B * K and cos.stride(0) == sin.stride(0))
     R = H // G
     c = config or attention_config(B, G, R, S)
     block_r = max(16, triton.next_power_of_2(R)) if R > 1 else 1
-    block_k = max(16, triton.next_power_of_2(K))
-    out = q_BHTK.new_empty(B, 1, H, K)
+    block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (K, V))
+    out = q_BHTK.new_empty(B, 1, H, V)
     partial = partial_lse = out
     if c.splits > 1:
-        partial = q_BHTK.new_empty(B * G * c.splits, R, K, dtype=torch.float32)
+        partial = q_BHTK.new_empty(B * G * c.splits, R, V, dtype=torch.float32)
         partial_lse = q_BHTK.new_empty(B * G * c.splits, block_r, dtype=torch.float32)
-    strides = (stride for x in (q_BHTK, k_BGTK, v_BGTK) for stride in x.stride()[:2])
+    strides = (stride for x in (q_BHTK, k_BGTK, v_BGTV) for stride in x.stride()[:2])
     _decode_attention_kernel[(c.splits, G, B)](
-        q_BHTK, k_BGTK, v_BGTK, k_cache, v_cache, lengths, cos, sin, out, partial, partial_lse,
-        arrival_counters(out.device), K**-0.5, *strides, 0 if cos is None else cos.stride(0), S, window or S,
-        G=G, R=R, HEAD_DIM=K, HAS_ROPE=cos is not None, SPLITS=c.splits,
-        BLOCK_R=block_r, BLOCK_S=c.block_s, BLOCK_K=block_k,
+        q_BHTK, k_BGTK, v_BGTV, k_cache, v_cache, lengths, cos, sin, scores.sinks, out, partial, partial_lse,
+        arrival_counters(out.device), scores.scale_of(K), (scores.soft_cap or 0.0) * LOG2_E.value,
+        *strides, 0 if cos is None else cos.stride(0), S, window or S,
+        G=G, R=R, HEAD_DIM=K, VALUE_DIM=V, HAS_ROPE=cos is not None, HAS_CAP=scores.soft_cap is not None,
+        HAS_SINKS=scores.sinks is not None, SPLITS=c.splits,
+        BLOCK_R=block_r, BLOCK_S=c.block_s, BLOCK_K=block_k, BLOCK_V=block_v,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(),
     )  # fmt: skip
     return out.transpose(1, 2)

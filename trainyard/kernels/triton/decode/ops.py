@@ -5,7 +5,7 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import Kernels
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores, Kernels
 from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import greedy_tokens, rope_angles
 from trainyard.kernels.triton.decode.deferred_ops import PendingLinear, PendingNorm, PendingRope, value_of
@@ -58,37 +58,40 @@ class DecodeKernels(TritonKernels):
             return gate_up.compute("swiglu")
         return super().swiglu(value_of(gate_up))
 
-    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-        if position.numel() > MAX_ROWS or torch.is_grad_enabled():
-            return super().rope_angles(position, frequency)
-        return rope_angles.rope_angles(position, frequency)
+    def rope_angles(self, position: Tensor, frequency: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        if position.numel() > MAX_ROWS or torch.is_grad_enabled() or frequency.dim() > 1:
+            return super().rope_angles(position, frequency, factor)
+        return rope_angles.rope_angles(position, frequency, factor)
 
-    def rope(self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rope(
+        self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int, interleaved: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         qkv = value_of(qkv)
-        if not _is_decode_step(qkv) or qkv.shape[1] > 1:
-            return super().rope(qkv, cos, sin, heads, kv_heads)
         x_BHTK = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1).transpose(1, 2)
+        is_plain = cos is not None and sin is not None and cos.shape[-1] == x_BHTK.shape[-1] and not interleaved
+        if not is_plain or not _is_decode_step(qkv) or qkv.shape[1] > 1:  # attention rotates halves of a head only
+            return super().rope(qkv, cos, sin, heads, kv_heads, interleaved)
         q, k = PendingRope(x_BHTK[:, :heads], cos, sin), PendingRope(x_BHTK[:, heads:-kv_heads], cos, sin)
         return q, k, x_BHTK[:, -kv_heads:]
 
     def norm_rope(
-        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
-        kv_heads: int,
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None,
+        heads: int, kv_heads: int, interleaved: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         qkv = value_of(qkv)
         norm_rope = Kernels.norm_rope if _is_decode_step(qkv) and qkv.shape[1] == 1 else TritonKernels.norm_rope
-        return norm_rope(self, qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads)
+        return norm_rope(self, qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads, interleaved)
 
     def decode_attention(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int = 0, window: int | None = None,
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        visible: int = 0, window: int | None = None, scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:  # fmt: skip
         cos = sin = None
         if isinstance(q_BHTK, PendingRope) and isinstance(k_BGTK, PendingRope):
             cos, sin = q_BHTK.rope_cos, q_BHTK.rope_sin
             q_BHTK, k_BGTK = q_BHTK.unrotated, k_BGTK.unrotated
-        q_BHTK, k_BGTK, v_BGTK = value_of(q_BHTK), value_of(k_BGTK), value_of(v_BGTK)
-        return attention.decode_attention(q_BHTK, k_BGTK, v_BGTK, k_cache, v_cache, lengths, cos, sin, window)
+        inputs = (value_of(q_BHTK), value_of(k_BGTK), value_of(v_BGTV), k_cache, v_cache, lengths)
+        return attention.decode_attention(*inputs, cos, sin, window, scores)
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         return greedy_tokens.greedy_tokens(value_of(logits))

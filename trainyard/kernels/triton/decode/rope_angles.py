@@ -9,7 +9,9 @@ from trainyard.kernels.triton.decode.dependent_launch import launch_options, sta
 
 
 @triton.jit
-def _rope_angles_kernel(position, frequency, cos, sin, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rope_angles_kernel(  # type: ignore[no-untyped-def]
+    position, frequency, cos, sin, factor, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+):
     start(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK_K)
@@ -17,16 +19,16 @@ def _rope_angles_kernel(position, frequency, cos, sin, K: tl.constexpr, BLOCK_K:
     cycles = tl.load(frequency + column, in_row, 0.0)
     wait(PDL)
     angle = tl.load(position + row).to(tl.float32) * cycles
-    tl.store(cos + row * K + column, tl.cos(angle), in_row)
-    tl.store(sin + row * K + column, tl.sin(angle), in_row)
+    tl.store(cos + row * K + column, tl.cos(angle) * factor, in_row)
+    tl.store(sin + row * K + column, tl.sin(angle) * factor, in_row)
 
 
-def rope_angles(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+def rope_angles(position: Tensor, frequency: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """As `Kernels.rope_angles`, for integer positions."""
     K = len(frequency)
     cos, sin = (torch.empty(*position.shape, K, dtype=torch.float32, device=position.device) for _ in range(2))
     _rope_angles_kernel[(position.numel(),)](
-        position.contiguous(), frequency, cos, sin, K=K, BLOCK_K=triton.next_power_of_2(K), num_warps=1,
+        position.contiguous(), frequency, cos, sin, factor, K=K, BLOCK_K=triton.next_power_of_2(K), num_warps=1,
         **launch_options(),
     )  # fmt: skip
     return cos, sin

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from trainyard.kernels.batch_invariant import InvariantLinear
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import write_cache
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores, write_cache
 from trainyard.kernels.triton.invariant.attention import attention
 from trainyard.kernels.triton.invariant.linear import linear
 from trainyard.kernels.triton.invariant.log_softmax import log_softmax
@@ -25,9 +25,9 @@ class InvariantTritonKernels(TritonKernels):
         return log_softmax(logits)
 
     def decode_attention(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int, window: int | None = None,
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        visible: int, window: int | None = None, scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:  # fmt: skip
-        write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
+        write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
         k, v = k_cache[: len(q_BHTK)], v_cache[: len(q_BHTK)]
-        return attention(q_BHTK, k, v, lengths, None, window)
+        return attention(q_BHTK, k, v, lengths, None, window, scores)

@@ -43,6 +43,7 @@ class AttentionCall(NamedTuple):
     scores: int
     """Elements of the matrix of scores, over all keys of all context-parallel ranks."""
     head_size: int
+    value_size: int
     causal: bool
     nbytes: int
     """Queries, keys, values and output."""
@@ -50,18 +51,19 @@ class AttentionCall(NamedTuple):
     cp_method: CpMethod
     key_elements: int
     """Elements of this rank's keys."""
+    value_elements: int
     document_elements: int
     dtype: torch.dtype
 
     def messages(self, backward: bool) -> Iterator[tuple[str, torch.dtype, int, int]]:
         """(kind, dtype, bytes, times)."""
-        sizes = self.key_elements, self.document_elements
+        sizes = self.key_elements, self.value_elements, self.document_elements
         return attention_messages(self.cp_method, self.cp, *sizes, self.dtype, backward)
 
     @property
     def flops(self) -> int:
         """Forward, if no score is masked."""
-        return 4 * self.scores * self.head_size
+        return 2 * self.scores * (self.head_size + self.value_size)
 
 
 OnAttention = Callable[[AttentionCall, bool], None]
@@ -75,11 +77,8 @@ class AttentionFactory(ModuleFactory):
         super().__init__(*args)
         self.on_attention = on_attention
 
-    def core_attention(
-        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
-    ) -> CoreAttention:
-        sizes = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
-        return CountedAttention(self.on_attention, *sizes)
+    def _attention(self, *arguments: Any) -> CoreAttention:
+        return CountedAttention(self.on_attention, *arguments)
 
 
 class CountedAttention(CoreAttention):
@@ -90,30 +89,31 @@ class CountedAttention(CoreAttention):
         self.on_attention = on_attention
 
     def forward(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents_BT: Any = None, seeds: Any = None
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, documents_BT: Any = None, seeds: Any = None
     ) -> Tensor:
-        B, H, T, K = q_BHTK.shape
-        k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
-        call = self._call((B, H, T, K), k_BGTK.numel(), documents_BT, q_BHTK.dtype)
-        tensors = (q_BHTK, k_BGTK, v_BGTK)
-        out: Tensor = _Attention.apply(self.on_attention, call, (B, T, H, K), *tensors)  # type: ignore[no-untyped-call]
+        (B, H, T, K), V = q_BHTK.shape, v_BGTV.shape[3]
+        k_BGTK, v_BGTV = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTV)
+        call = self._call((B, H, T, K), V, k_BGTK.numel(), documents_BT, q_BHTK.dtype)
+        tensors = [x for x in (q_BHTK, k_BGTK, v_BGTV, self.sinks) if x is not None]
+        out: Tensor = _Attention.apply(self.on_attention, call, (B, T, H, V), *tensors)  # type: ignore[no-untyped-call]
         return out.transpose(1, 2)
 
     def forward_qkv(self, projections: tuple[Tensor, ...], head_size: int, documents_BT: Any, seeds: Any) -> Tensor:
         B, T = projections[0].shape[:2]
         width = sum(projection.shape[-1] for projection in projections) // 3
-        call = self._call((B, width // head_size, T, head_size), B * T * width, documents_BT, projections[0].dtype)
+        shape = (B, width // head_size, T, head_size)
+        call = self._call(shape, head_size, B * T * width, documents_BT, projections[0].dtype)
         return _Attention.apply(self.on_attention, call, (B, T, width), *projections)  # type: ignore[no-untyped-call]
 
     def _call(
-        self, shape_BHTK: tuple[int, int, int, int], keys: int, documents: Tensor | None, dtype: torch.dtype
+        self, shape_BHTK: tuple[int, int, int, int], V: int, keys: int, documents: Tensor | None, dtype: torch.dtype
     ) -> AttentionCall:
-        B, H, T, K = shape_BHTK
+        (B, H, T, K), values = shape_BHTK, keys // shape_BHTK[3] * V
         document_elements = 0 if documents is None else documents.numel()
-        nbytes = (2 * B * H * T * K + 2 * keys) * dtype.itemsize
+        nbytes = (B * H * T * (K + V) + keys + values) * dtype.itemsize
         return AttentionCall(
-            B * H * T * T * self.cp.size, K, self.causal, nbytes, self.cp.size, self.cp.method, keys, document_elements,
-            dtype,
+            B * H * T * T * self.cp.size, K, V, self.causal, nbytes, self.cp.size, self.cp.method, keys, values,
+            document_elements, dtype,
         )  # fmt: skip
 
 

@@ -1,0 +1,96 @@
+"""Keys that some decoders have: biases, the activation of the gate, and windows in some of the layers."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import model_validator
+
+from trainyard.core.section import PositiveInt
+from trainyard.families.blueprint import layers_text, parse_layers
+from trainyard.families.decoder import DecoderConfig, GateActivation, HfKeyGroup
+
+ACTIVATIONS: Mapping[str, GateActivation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""By the names of transformers."""
+ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""The names of transformers that are written."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Layers in transformers' `layer_types`."""
+
+
+class BiasedDecoderConfig(DecoderConfig):
+    """A decoder whose linear layers may have biases."""
+
+    attention_bias: bool = False
+    """Biases in the four linear layers of attention."""
+    mlp_bias: bool = False
+    """Biases in the linear layers of the MLP."""
+
+    @property
+    def biases(self) -> Collection[str]:
+        return (*(("qkv", "output") if self.attention_bias else ()), *(("mlp",) if self.mlp_bias else ()))
+
+
+class WindowedDecoderConfig(DecoderConfig):
+    """A decoder with a sliding window in all layers but some."""
+
+    window_period: ClassVar[int] = 2
+    """Every layer of this period but the last one has a window, unless `full_attention_layers` says otherwise."""
+    sliding_window: PositiveInt | None = None
+    """Number of tokens, its own included, that a token attends to at most in layers with a window. Default: all tokens
+    before it."""
+    full_attention_layers: str | None = None
+    """The layers without a window, such as 0-2, 3-, even, odd or 0,5-7; `none`: all have one. Default: every second
+    layer, or those of the family."""
+
+    @property
+    def full_layers(self) -> Collection[int]:
+        if self.full_attention_layers is None:
+            return range(self.window_period - 1, self.layers, self.window_period)
+        return () if self.full_attention_layers == "none" else parse_layers(self.full_attention_layers, self.layers)
+
+    def attention_window(self, layer: int) -> int | None:
+        return None if layer in self.full_layers else self.sliding_window
+
+    @model_validator(mode="after")
+    def _check_full_layers(self) -> Self:
+        assert self.full_layers is not None  # reads `full_attention_layers`
+        return self
+
+
+def activation_keys(hf_key: str = "hidden_act", default: str = "silu") -> HfKeyGroup:
+    """The key `activation`."""
+
+    def read(data: Mapping[str, Any]) -> dict[str, Any]:
+        name = data.get(hf_key) or default
+        if name not in ACTIVATIONS:
+            raise ValueError(f"{hf_key}={name}: not supported; one of {', '.join(ACTIVATIONS)}")
+        return {"activation": ACTIVATIONS[name]}
+
+    return HfKeyGroup((hf_key,), read, lambda c: {hf_key: ACTIVATION_NAMES[c.activation]})
+
+
+def layer_type_keys(period: int) -> HfKeyGroup:
+    """The key `full_attention_layers` from transformers' `layer_types`; None if they are those of the period."""
+
+    def read(data: Mapping[str, Any]) -> dict[str, Any]:
+        kinds, count = data.get("layer_types"), data["num_hidden_layers"]
+        if kinds is None:
+            return {"full_attention_layers": None}
+        if unknown := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
+            raise ValueError(f"layer_types={unknown[0]}: not supported; one of {FULL}, {SLIDING}")
+        if len(kinds) != count:
+            raise ValueError(f"layer_types: {len(kinds)} of them for num_hidden_layers={count}")
+        full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+        is_default = full == list(range(period - 1, count, period))
+        return {"full_attention_layers": None if is_default else layers_text(full) or "none"}
+
+    def write(c: Any) -> dict[str, Any]:
+        return {"layer_types": [FULL if layer in c.full_layers else SLIDING for layer in range(c.layers)]}
+
+    return HfKeyGroup(("layer_types",), read, write)
