@@ -164,8 +164,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
-        d_weight = _reduce_vector_grads(partial_sums, ctx.saved_tensors[1].dtype, ctx.buffers)
+        saved = ctx.saved_tensors  # read once: recomputation unpacks them for one reader only
+        dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *saved)
+        d_weight = _reduce_vector_grads(partial_sums, saved[1].dtype, ctx.buffers)
         return dx, dx if ctx.has_residual else None, *d_weight, None, None
 
 
