@@ -45,7 +45,9 @@ BIAS = {**MOE, "router_bias": True, "bias_update_rate": 0.02}
 SHARED = {**BIAS, "shared_ffn": 40, "router_scores": "sigmoid", "routed_scale": 1.5, "dense_layers": "0"}
 SHARED |= {"experts": 8, "expert_groups": 4, "top_k_groups": 2, "top_k": 3, "dense_ffn": 72}
 """A mixture of experts as DeepSeek-V3 has it."""
-GPT_OSS = {**MOE, "family": "tests.support.other_experts:GPT_OSS"}
+GPT_OSS = {**MOE, "family": "gpt_oss", "head_dim": 8, "sliding_window": 7}
+OLMOE = {**MOE, "family": "olmoe", "top_k": 2}
+QWEN2_MOE = {**MOE, "family": "qwen2_moe", "top_k": 2, "shared_ffn": 40, "dense_layers": "odd"}
 LLAMA4 = {**MOE, "family": "tests.support.other_experts:LLAMA4", "router_scores": "sigmoid", "shared_ffn": 40}
 BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA_LIKE_MODELS = [from_hf(hf_reference(name)[2]).model_dump(mode="json") for name in LLAMA_LIKE]
@@ -346,7 +348,8 @@ CASES = [
     deep_case(2, {"ep": 2}, SHARED, "shared-activation", recompute={"kind": "selective", "modules": ["activation"]}),
     deep_case(4, {"ep": 2, "tp": 2}, SHARED, "shared-muon", optimizer={"kind": "muon"}),
     deep_case(4, {"ep": 2, "tp": 2}, SHARED, "shared-lora", lora=EXPERTS),
-    case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, GPT_OSS, "gpt-oss"),
+    *(case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, model) for model in (GPT_OSS, OLMOE, QWEN2_MOE)),
+    *(deep_case(4, {"pp": 2, "cp": 2}, model) for model in (GPT_OSS, OLMOE, QWEN2_MOE)),
     deep_case(4, {"tp": 4}, {**GPT_OSS, "kv_heads": 1}, "gpt-oss"),
     deep_case(4, {"ep": 2, "cp": 2, "zero": 3}, GPT_OSS, "gpt-oss"),
     deep_case(2, {"ep": 2}, {**GPT_OSS, "capacity_factor": 0.75}, "gpt-oss-capacity"),

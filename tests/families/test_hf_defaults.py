@@ -40,6 +40,8 @@ FILES: dict[str, dict[str, Any]] = {
     "qwen3": DECODER,
     "qwen2_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
+    "gpt_oss": {**DECODER, **EXPERTS, "num_local_experts": 9, "sliding_window": 7, "attention_bias": False}
+    | {"swiglu_alpha": 1.1, "swiglu_limit": 0.5},
     "olmoe": {**DECODER, **EXPERTS, "num_experts": 9, "norm_topk_prob": True},
     "gpt": {**GPT, "n_inner": 60, "layer_norm_epsilon": 1e-3, "initializer_range": 0.5, "tie_word_embeddings": False}
     | {"activation_function": "gelu", "pad_token_id": 8, "bos_token_id": 5, "eos_token_id": 6},
@@ -105,7 +107,11 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
 
 SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
 MANY_EXPERTS = {"qwen2_moe": {"num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"}}
-MANY_EXPERTS |= {"qwen3_moe": {"num_experts", "moe_intermediate_size"}, "olmoe": {"num_experts"}}
+MANY_EXPERTS |= {
+    "qwen3_moe": {"num_experts", "moe_intermediate_size"},
+    "olmoe": {"num_experts"},
+    "gpt_oss": {"num_local_experts", "intermediate_size"},
+}
 """Keys whose values here are smaller than their defaults."""
 LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
 

@@ -19,9 +19,10 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from tests.support import configs
-from tests.support.other_experts import GptOssExperts, Llama4Experts, Qwen2Experts
+from tests.support.other_experts import Llama4Experts, Qwen2Experts
 from trainyard.checkpoint.weights import local_values, unfused_tensors
 from trainyard.families import blueprint_of
+from trainyard.families.builtin.gpt_oss import GptOssConfig as OurGptOssConfig
 from trainyard.families.moe import MoeConfig, moe_blueprint
 from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
 from trainyard.formats.io.lazy_tensor import InlineTensor
@@ -58,8 +59,8 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
         Qwen2Experts, {"shared_ffn": 20},
     ),
     "gpt-oss": (
-        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), GptOssExperts,
-        {},
+        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), OurGptOssConfig,
+        {"swiglu_limit": 0.7},
     ),
     "llama4": (
         Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), Llama4Experts,
@@ -182,11 +183,11 @@ def test_impossible_groups_are_refused(keys: dict[str, Any], message: str) -> No
         MoeConfig.model_validate({**sizes, **keys})
 
 
-@pytest.mark.parametrize(("case", "family"), [("gpt-oss", "GPT_OSS"), ("llama4", "LLAMA4")])
+@pytest.mark.parametrize(("case", "family"), [("gpt-oss", "gpt_oss"), ("llama4", "tests.support.other_experts:LLAMA4")])
 def test_stacked_experts_are_read_and_written_as_transformers_does(case: str, family: str) -> None:
     """From the tensors of a block of transformers, and back bit for bit; slice by slice too."""
     hf, ours = blocks(case)
-    keys = {**CASES[case][3], "family": f"tests.support.other_experts:{family}", "layers": 1}
+    keys = {**CASES[case][3], "family": family, "layers": 1}
     sizes = {**configs.LLAMA, "hidden": D, "heads": 2, "ffn": F, "experts": E, "top_k": K}
     section: Any = configs.tiny_config({**sizes, **keys}).model
     prefix = f"model.layers.0.{'mlp' if case == 'gpt-oss' else 'feed_forward'}."

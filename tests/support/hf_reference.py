@@ -96,6 +96,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Family and changes to its sizes."""
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 56}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 9}
 MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -114,6 +115,12 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe-every-other": (
         "qwen2_moe",
         {**QWEN2_MOE, "num_key_value_heads": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_key_value_heads": 2, "swiglu_limit": 0.3}),
+    "gpt_oss-full-layers": (
+        "gpt_oss",
+        {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "default"}, "swiglu_alpha": 1.1},
     ),
     "olmoe": ("olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe-normalized": (

@@ -1,4 +1,4 @@
-"""Families from outside the package with Mixtral's attention and the experts of gpt-oss, Llama 4 and Qwen2-MoE."""
+"""Families from outside the package with Mixtral's attention and the experts of Llama 4 and Qwen2-MoE."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,14 +9,6 @@ from trainyard.families.builtin.mixtral import FAMILY as MIXTRAL
 from trainyard.families.decoder import decoder_hf_names
 from trainyard.families.family import HfNameMap, HfTensor
 from trainyard.families.moe import LAYER, MoeConfig, MoeStyle, stacked_hf_names
-
-
-class GptOssExperts(MoeConfig):
-    """Experts with biases and clamped activations; logits with a bias."""
-
-    @property
-    def moe_style(self) -> MoeStyle:
-        return MoeStyle(clamped_swiglu=(1.702, 0.7), logit_bias=True, expert_biases=True)
 
 
 class Llama4Experts(MoeConfig):
@@ -35,13 +27,6 @@ class Qwen2Experts(MoeConfig):
         return MoeStyle(shared_gate=True)
 
 
-def gpt_oss_names(c: GptOssExperts) -> HfNameMap:
-    hf = "model.layers.*.mlp."
-    router = {f"{LAYER}router.weight": f"{hf}router.weight", f"{LAYER}router.logit_bias": f"{hf}router.bias"}
-    names = {ours: HfTensor(name) for ours, name in router.items()}
-    return decoder_hf_names(c, {**names, **stacked_hf_names(c, interleaved=True)})
-
-
 def llama4_names(c: Llama4Experts) -> HfNameMap:
     hf = "model.layers.*.feed_forward."
     names = {
@@ -55,6 +40,5 @@ def with_names(name: str, config_class: type[MoeConfig], names: Callable[[Any], 
     return replace(MIXTRAL, name=name, config_class=config_class, hf=replace(MIXTRAL.hf, names=names))
 
 
-GPT_OSS = with_names("gpt_oss_experts", GptOssExperts, gpt_oss_names)
 LLAMA4 = with_names("llama4_experts", Llama4Experts, llama4_names)
 QWEN2_MOE = replace(MIXTRAL, name="qwen2_experts", config_class=Qwen2Experts)

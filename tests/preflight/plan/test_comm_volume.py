@@ -176,7 +176,7 @@ MOE = (
     "layout.sequence_parallel=false recompute.kind=none recompute.modules=[]"
 )
 SHARED = f"{MOE} model.shared_ffn=384 model.router_scores=sigmoid model.router_bias=true model.dense_layers=0"
-BIASED = f"{MOE} model.family=tests.support.other_experts:GPT_OSS"
+BIASED = f"{MOE} model.family=gpt_oss model.sliding_window=32 model.head_dim=32"
 MIXED = MOE.replace("model.layers=2", "model.layers=6") + (
     " model.family=tests.support.two_kinds:FAMILY model.dense_ffn=768 model.window=32 model.top_k=2"
 )
