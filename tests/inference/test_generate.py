@@ -125,6 +125,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return save(MODELS["llama"](), tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.parametrize("chunk", [16, 1024])
+@pytest.mark.parametrize("window", [5, 16, 21])
+def test_caches_of_windows_are_rings(tmp_path: Path, window: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows shorter and longer than the units of prompts, slots that get one prompt after the other."""
+    monkeypatch.setattr(scheduler_module, "PREFILL_CHUNK", chunk)
+    torch.manual_seed(4)
+    sizes = {"sliding_window": window, "max_position_embeddings": 128, "num_key_value_heads": 2}
+    directory, model = save(hf_model("mistral", **LLAMA | sizes), tmp_path)
+    loaded = load(directory)
+    assert {cache.k_cache.shape[2] for cache in loaded.scheduler.engine._attention} == {window}
+    prompts = random_prompts(3, 70, 16, 17, 33, 21, 90)
+    assert run_prompts(loaded, prompts) == [expected_tokens(model, prompt) for prompt in prompts]
+
+
 def test_long_prompts_in_chunks(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other requests are decoded between the chunks of a prompt, and must not disturb its cache."""
     monkeypatch.setattr(scheduler_module, "PREFILL_CHUNK", 16)

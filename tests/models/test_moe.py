@@ -307,8 +307,8 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         configs.tiny_config({**configs.MOE, "balance_loss": 0.1}, train={"loss": "a:b"})
     hf_model("qwen3_moe").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(UserError, match=r"mlp_only_layers=\[0\]: not supported"):
-        from_hf({**config, "mlp_only_layers": [0]})
+    with pytest.raises(UserError, match=r"decoder_sparse_step=0: must be 1 or more; nearest: 1"):
+        from_hf({**config, "decoder_sparse_step": 0})
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

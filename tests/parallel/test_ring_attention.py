@@ -339,10 +339,13 @@ def test_opcheck(kind: str) -> None:
     case = make_case(kind, True)
     q, k, v = (x.clone().requires_grad_() for x in case[:3])
     p, *rng_tensors = case.dropout or (0.0,)
-    sinks = torch.randn(4, requires_grad=True)
-    options = (case.documents, sinks, rng_tensors, p, "", 1, "ring", True, 0, 0, 0.3, 2.0)
-    torch.library.opcheck(ring_attention.context_attention, (q, k, v, *options))
-    y, lse = ring_attention.context_attention(q.detach(), k.detach(), v.detach(), *options)
+    options = (rng_tensors, p, "", 1, "ring", True, 0, 0, 0.3, 2.0)
+    sinks = torch.randn(4)
+    torch.library.opcheck(
+        ring_attention.context_attention, (q, k, v, case.documents, sinks.clone().requires_grad_(), *options)
+    )
+    options = (case.documents, sinks, *options)
+    y, lse = ring_attention.context_attention(*case[:3], *options)
     torch.library.opcheck(ring_attention.context_attention_backward, (case.dout, *case[:3], y, lse, *options))
 
 

@@ -14,7 +14,7 @@ from trainyard.core.errors import UserError
 from trainyard.devices import Device
 from trainyard.families.blueprint import ParamSpec
 from trainyard.inference.adapters import AdaptedLinear, AdapterStack
-from trainyard.inference.cached_attention import CachedAttention, CacheSize, CacheState
+from trainyard.inference.cached_attention import CachedAttention, CacheSize, CacheState, cache_length
 from trainyard.inference.engine import Engine
 from trainyard.kernels.fp8_linear import Fp8Matrix
 from trainyard.kernels.fp8_weight import Fp8Weight
@@ -76,13 +76,13 @@ def build_engine(
     may use. `batch_invariant` gives a sequence the same bits whatever else is in the batch."""
     if batch_invariant:
         check_invariance(config, tp.size, compiled, shape.fp8_weights)
-    check_memory(config, device, tp.size, shape, shares_parameters=bool(existing))
+    check_memory(config, device, tp.size, shape, bool(existing), batch_invariant)
     handle = device.torch_device
     lengths, numbers = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2))
     state = CacheState(lengths, numbers)
     # The last position takes the token that is in flight when a sequence ends.
-    widths = config.head_size, config.value_size
-    size = CacheSize(shape.slots, shape.max_seq_len + 1, *widths, shape.dtype, handle)
+    options = not batch_invariant, config.head_size, config.value_size, shape.dtype, handle
+    size = CacheSize(shape.slots, shape.max_seq_len + 1, *options)
     # Matrix multiplications that add the residual must not do so before ranks have summed their parts.
     make_kernels = device.decode_kernels if tp.size == 1 else device.kernels
     kernels = device.batch_invariant_kernels() if batch_invariant else make_kernels(fused_kernels)
@@ -119,16 +119,23 @@ def _is_linear_weight(spec: ParamSpec) -> bool:
     return is_matrix and spec.name.endswith(".weight")  # not those of adapters, which are small
 
 
-def cache_bytes(config: ModelConfig, tp: int, slots: int, max_seq_len: int, itemsize: int) -> int:
+def cache_bytes(
+    config: ModelConfig, tp: int, slots: int, max_seq_len: int, itemsize: int, batch_invariant: bool
+) -> int:
     """Bytes of the keys and values that an engine keeps on each rank."""
-    tokens, heads = slots * (max_seq_len + 1), max(config.num_kv_heads // tp, 1)
-    return config.layers * tokens * heads * (config.head_size + config.value_size) * itemsize
+    windows = [None if batch_invariant else config.attention_window(layer) for layer in range(config.layers)]
+    lengths = [cache_length(window, max_seq_len + 1) for window in windows]
+    tokens = sum(length * (1 if length > max_seq_len else 2) for length in lengths)  # a ring comes with a copy
+    heads = max(config.num_kv_heads // tp, 1)
+    return slots * tokens * heads * (config.head_size + config.value_size) * itemsize
 
 
-def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:
+def check_memory(
+    config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool, batch_invariant: bool
+) -> None:
     """Raise UserError if weights and cache cannot fit."""
-    available = device.memory_per_rank(tp)
-    cache, weights = cache_bytes(config, tp, shape.slots, shape.max_seq_len, shape.dtype.itemsize), 0
+    available, sizes = device.memory_per_rank(tp), (shape.slots, shape.max_seq_len, shape.dtype.itemsize)
+    cache, weights = cache_bytes(config, tp, *sizes, batch_invariant), 0
     if not shares_parameters:
         blueprint = blueprint_of(config)
         weights = blueprint.parameter_count() * shape.dtype.itemsize // tp

@@ -112,8 +112,10 @@ class Engine:
         """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
         graph for each shape."""
         self.model, self.state, self.device = model, state, device
-        caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
-        self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
+        self._attention = [module for module in model.modules() if isinstance(module, CachedAttention)]
+        self.num_slots, self.max_seq_len = state.lengths.shape[0], self._attention[0].max_seq_len - 1
+        self.has_rings = any(module.is_ring for module in self._attention)
+        """A ring keeps the last tokens only: a prompt begins with another one's if `keep_state` was called there."""
         handle = device.torch_device
         self.lengths = state.lengths
         self.tokens = torch.zeros_like(self.lengths)
@@ -127,7 +129,7 @@ class Engine:
         """Slots that are free, of which the device has not been told."""
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
-        self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
+        self.kernels = self._attention[0].kernels
         self.compute_logits: Callable[[Tensor, Tensor, int], Tensor] = self._decode_logits
         if compiled:
             compat.allow_recompiles(MAX_GRAPHS)
@@ -155,11 +157,23 @@ class Engine:
 
     @functools.cached_property
     def _caches(self) -> list[tuple[Tensor, Tensor]]:
-        """The caches of all layers, each with a copy of the first position of free slots: a decode step leaves its
+        """The caches that are no rings, each with a copy of the first position of free slots: a decode step leaves its
         token there."""
-        modules = [module for module in self.model.modules() if isinstance(module, CachedAttention)]
+        modules = [module for module in self._attention if not module.is_ring]
         caches = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
         return [(cache, torch.zeros_like(cache[:, :, 0])) for cache in caches]
+
+    @functools.cached_property
+    def _rings(self) -> list[tuple[Tensor, Tensor]]:
+        """The caches that are rings, each with a copy of what they were after the tokens of a slot that are kept."""
+        modules = [module for module in self._attention if module.is_ring]
+        return [(cache, torch.zeros_like(cache)) for module in modules for cache in (module.k_cache, module.v_cache)]
+
+    @torch.inference_mode()
+    def keep_state(self, slot: int) -> None:
+        """Let prompts begin with all tokens that are in the cache of a slot now, though its rings will lose them."""
+        for ring, kept in self._rings:
+            kept[slot] = ring[slot]
 
     @torch.inference_mode()
     def keep_prefix(self, slot: int) -> None:
@@ -172,6 +186,8 @@ class Engine:
         """Copy the first positions of one free slot to another."""
         for cache, first in self._caches:
             cache[target, :, :length], first[target] = cache[source, :, :length], first[source]
+        for _, kept in self._rings:
+            kept[target] = kept[source]
 
     @torch.inference_mode()
     def reuse_prefix(self, source: int, target: int, length: int, source_is_free: bool) -> None:
@@ -182,6 +198,8 @@ class Engine:
                 cache[target, :, :length] = cache[source, :, :length]
             if source_is_free:
                 cache[target, :, 0] = first[source]
+        for ring, kept in self._rings:
+            ring[target] = kept[target] = kept[source]
         self.lengths[target] = length
 
     @torch.inference_mode()
@@ -216,13 +234,14 @@ class Engine:
         padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
         index = torch.tensor(slots, device=handle)
         positions = torch.arange(start, start + longest, dtype=torch.int32, device=handle).expand(len(rows), -1)
-        self.state.decoding, self.state.slots, self.state.start = False, index, start
+        counts = torch.tensor([len(row) for row in rows], device=handle)
+        self.state.decoding, self.state.slots, self.state.start, self.state.counts = False, index, start, counts
         prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
         x_BTD = self.model.run_blocks(self._batch(padded.to(handle), positions, prompt_lengths))
         if not is_last:
             self.lengths[index] = start + longest  # decode steps of other slots leave their token there
             return None
-        last = torch.tensor([len(row) - 1 for row in rows], device=handle)
+        last = counts - 1
         logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None]).float()
         lengths = (last + start + 1).int()
         chosen = self.sampler.choose(logits, index, lengths, needs)

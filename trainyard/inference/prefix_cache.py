@@ -3,6 +3,11 @@
 Only whole units of a prompt that were computed by themselves are reused: they have the same bits in every prompt, so a
 text is the same with and without this cache. It needs no memory of its own: a slot keeps its prompt after its sequence
 has ended, until another one needs the slot.
+
+Layers with a sliding window keep the last tokens only, and a copy of their state at one place of each prompt. A prompt
+then begins with all that a slot holds or with nothing of it. The place is before the last unit of a prompt, where the
+next turn of a chat, or another sample of the same prompt, goes on; or, if some slot has the beginning of this prompt
+and more that differs, where they part: others will begin so.
 """
 
 import itertools
@@ -16,9 +21,11 @@ class Prefix(NamedTuple):
 
 
 class PrefixCache:
-    def __init__(self, slots: int, unit: int, longest: int | None = None) -> None:
-        """`unit`: tokens of a long prompt that are computed at a time. Prompts longer than `longest` share nothing."""
-        self.unit, self.limit = unit, longest
+    def __init__(self, slots: int, unit: int, longest: int | None = None, has_rings: bool = False) -> None:
+        """`unit`: tokens of a long prompt that are computed at a time. Prompts longer than `longest` share nothing.
+        `has_rings`: some layers keep the last tokens only."""
+        self.unit, self.limit, self.has_rings = unit, longest, has_rings
+        self._kept_until = [0] * slots
         self.held: list[Sequence[int]] = [()] * slots
         """The tokens of each slot that can be reused, a multiple of `unit`."""
         self._adapters = [0] * slots
@@ -28,13 +35,23 @@ class PrefixCache:
         self._last_used = [0] * slots
         self._clock = itertools.count(1)
 
-    def hold(self, slot: int, prompt: Sequence[int], computed: int, adapter: int = 0) -> None:
-        """A slot has the first `computed` tokens of a prompt."""
+    def begin(self, slot: int, prompt: Sequence[int], reused: int, adapter: int = 0) -> None:
+        """The prompt of a slot will be computed, after the tokens that are reused."""
+        same = (held for held, other in zip(self.held, self._adapters, strict=True) if other == adapter)
+        shared = max((self._common(held, prompt) for held in same), default=0)
+        self._kept_until[slot] = shared if shared > reused else (len(prompt) - 1) // self.unit * self.unit
+
+    def hold(self, slot: int, prompt: Sequence[int], computed: int, adapter: int = 0) -> bool:
+        """A slot has the first `computed` tokens of a prompt. Returns whether it must keep the state of its rings."""
         self._adapters[slot] = adapter
-        whole = computed - computed % self.unit
-        self.held[slot] = prompt[:whole] if self._shares(prompt) else ()
         self.released.discard(slot)
         self.touch(slot)
+        if not self._shares(prompt):
+            self.held[slot] = ()
+        elif not self.has_rings or computed <= self._kept_until[slot]:
+            self.held[slot] = prompt[: computed - computed % self.unit]
+            return self.has_rings
+        return False
 
     def touch(self, slot: int) -> None:
         self._last_used[slot] = next(self._clock)
@@ -50,6 +67,7 @@ class PrefixCache:
             return Prefix(own_slot, 0)
         same = [held if self._adapters[slot] == adapter else () for slot, held in enumerate(self.held)]
         found = [Prefix(slot, self._common(held, prompt)) for slot, held in enumerate(same)]
+        found = [p for p in found if not self.has_rings or p.length == len(self.held[p.slot])] or [Prefix(own_slot, 0)]
         return max(found, key=lambda prefix: (prefix.length, prefix.slot == own_slot))
 
     def _common(self, held: Sequence[int], prompt: Sequence[int]) -> int:

@@ -68,7 +68,7 @@ class RequestScheduler:
         """Longest prompt plus new tokens that a request can have."""
         has_short_units = shares_prefixes and engine.device.synchronous
         unit = CPU_PREFILL_CHUNK if has_short_units else PREFILL_CHUNK
-        self.prefixes = PrefixCache(engine.num_slots, unit, engine.model.static_length)
+        self.prefixes = PrefixCache(engine.num_slots, unit, engine.model.static_length, engine.has_rings)
         self.waiting: deque[Request] = deque()
         self.slots: list[Sequence | None] = [None] * engine.num_slots
         self.queued_steps: deque[QueuedStep] = deque()
@@ -161,6 +161,8 @@ class RequestScheduler:
     def _reuse_prefix(self, sequence: Sequence) -> None:
         slot, prompt, adapter = sequence.slot, sequence.request.prompt, sequence.request.adapter
         source, length = self.prefixes.longest(prompt, slot, adapter)
+        if length > sequence.prefilled or not sequence.prefilled:
+            self.prefixes.begin(slot, prompt, length, adapter)
         if length > sequence.prefilled:
             self.engine.reuse_prefix(source, slot, length, source in self.prefixes.released)
             self.prefixes.touch(source)
@@ -195,7 +197,8 @@ class RequestScheduler:
         for sequence, chunk in zip(group, chunks, strict=True):
             sequence.prefilled += len(chunk)
             request = sequence.request
-            self.prefixes.hold(sequence.slot, request.prompt, sequence.prefilled, request.adapter)
+            if self.prefixes.hold(sequence.slot, request.prompt, sequence.prefilled, request.adapter):
+                self.engine.keep_state(sequence.slot)
             sequence.queued = int(is_last)
         if read:
             self.queued_steps.append(QueuedStep(list(enumerate(group)), read))

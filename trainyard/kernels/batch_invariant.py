@@ -72,7 +72,7 @@ class BatchInvariantKernels(Kernels):
         write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
         k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
         # What another sequence left in the cache may be infinite, and 0 times that is not 0.
-        v = torch.where(visible_tokens(visible, lengths, window)[:, None, :, None], v, 0.0)
+        v = torch.where(visible_tokens(k_cache.shape[2], visible, lengths, window)[:, None, :, None], v, 0.0)
         return attend(q_BHTK, k, v, lengths, window, scores)
 
 

@@ -43,8 +43,8 @@ class CpuDecodeKernels(Kernels):
         k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))
         q_BGRK = _compute_once(q_BHTK.reshape(B, k.shape[1], -1, K) * scores.scale_of(K))
         score_BGRS = scores.cap((q_BGRK @ k.transpose(2, 3)).float())
-        hidden = ~visible_tokens(visible, lengths, window)
-        score_BHS = score_BGRS.masked_fill(hidden[:, None, None], -torch.inf).reshape(B, H, 1, visible)
+        hidden = ~visible_tokens(k_cache.shape[2], visible, lengths, window)
+        score_BHS = score_BGRS.masked_fill(hidden[:, None, None], -torch.inf).reshape(B, H, 1, -1)
         weight = scores.weights(score_BHS).to(v.dtype).view(score_BGRS.shape)
         return (weight @ v).reshape(B, H, 1, -1)
 

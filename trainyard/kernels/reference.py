@@ -181,11 +181,11 @@ class Kernels:
     ) -> Tensor:  # fmt: skip
         """The function `decode_attention` below, for slots of at most `visible` tokens, the new one included."""
         write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
-        (B, H, _, K), G = q_BHTK.shape, k_cache.shape[1]
-        k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))
-        past = visible_tokens(visible, lengths, window)[:, None, None]
+        k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
+        past = visible_tokens(k_cache.shape[2], visible, lengths, window)[:, None, None]
         if scores.soft_cap is None and scores.sinks is None:
-            return F.scaled_dot_product_attention(q_BHTK, k, v, past, scale=scores.scale, enable_gqa=H != G)
+            grouped = q_BHTK.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q_BHTK, k, v, past, scale=scores.scale, enable_gqa=grouped)
         return cached_attention(q_BHTK, k, v, past, scores)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
@@ -254,10 +254,11 @@ def skinny_linear(
 
 
 def write_cache(k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
-    """Store the key and value of one new token of each slot behind the slot's `lengths` [B] tokens."""
-    slot = torch.arange(len(k_BGTK), device=lengths.device)
-    k_cache[slot, :, lengths] = k_BGTK[:, :, 0]
-    v_cache[slot, :, lengths] = v_BGTK[:, :, 0]
+    """Store the key and value of one new token of each slot behind the slot's `lengths` [B] tokens. Token p is at p
+    modulo the length of the cache."""
+    slot, place = torch.arange(len(k_BGTK), device=lengths.device), lengths % k_cache.shape[2]
+    k_cache[slot, :, place] = k_BGTK[:, :, 0]
+    v_cache[slot, :, place] = v_BGTK[:, :, 0]
 
 
 def cached_attention(q_BH1K: Tensor, k: Tensor, v: Tensor, past_B11S: Tensor, scores: AttentionScores) -> Tensor:
@@ -269,11 +270,13 @@ def cached_attention(q_BH1K: Tensor, k: Tensor, v: Tensor, past_B11S: Tensor, sc
     return (weight_BH1S.view(B, G, H // G, -1) @ v).view(B, H, 1, -1)
 
 
-def visible_tokens(positions: int, lengths: Tensor, window: int | None) -> Tensor:
-    """Which of the first `positions` of a cache the token behind `lengths` others sees, [B, S]."""
-    position = torch.arange(positions, device=lengths.device)
-    seen = position <= lengths[:, None]
-    return seen if window is None else seen & (position > lengths[:, None] - window)
+def visible_tokens(size: int, visible: int, lengths: Tensor, window: int | None) -> Tensor:
+    """Which of the first `visible` places of a cache of `size` the token behind `lengths` others sees, [B, S]. A cache
+    as long as the window is a ring."""
+    age = lengths[:, None] - torch.arange(min(visible, size), device=lengths.device)
+    if window == size:
+        return age % size <= lengths[:, None]
+    return age >= 0 if window is None else (age >= 0) & (age < window)
 
 
 def decode_attention(
@@ -283,9 +286,10 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """Attention of one new token (T = 1) of each slot over the tokens before it, [B, H, 1, V].
 
-    The caches are [slots, G, S, K or V], and row b of q, k and v belongs to slot b. `lengths` (int32, [slots]) counts the
-    tokens of a slot that are in the cache already; the new key and value are written behind them, in place. With cos
-    and sin [B, 1, 1, K], q and k are rotated first. A token sees the last `window` tokens, itself included.
+    The caches are [slots, G, S, K or V], and row b of q, k and v belongs to slot b. `lengths` (int32, [slots]) counts
+    the tokens of a slot that are in the cache already; the new key and value are written behind them, in place. With
+    cos and sin [B, 1, 1, K], q and k are rotated first. A token sees the last `window` tokens, itself included. Caches
+    that are as long as the window are rings.
     """
     B, H, T, K = q_BHTK.shape
     assert T == 1
@@ -293,7 +297,7 @@ def decode_attention(
         q_BHTK, k_BGTK = apply_rope(q_BHTK, cos, sin), apply_rope(k_BGTK, cos, sin)
     lengths = lengths[:B].long()
     write_cache(k_BGTK, v_BGTV, k_cache, v_cache, lengths)
-    visible = visible_tokens(k_cache.shape[2], lengths, window)
+    visible = visible_tokens(k_cache.shape[2], k_cache.shape[2], lengths, window)
     keys, values = k_cache[:B], v_cache[:B]
     # Unwritten positions may hold anything; 0 * nan would be nan.
     values = torch.where(visible[:, None, :, None], values, 0.0)

@@ -36,7 +36,7 @@ class LiveMode(MetaOpMode):  # type: ignore[no-untyped-call]
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """Attention as one operator, as on a CPU, a GPU and Trainium. The meta device would decompose it."""
     bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype)
-    return FLASH.forward(q, k, v, options.get("is_causal", False), bias)[0]
+    return FLASH.forward(q, k, v, options.get("is_causal", False), bias, options.get("scale"))[0]
 
 
 def exact_peak(config: Config, rank: int, ranks: int) -> int:

@@ -99,4 +99,5 @@ def _rollout_cache(config: Config, layout: Layout) -> int:
         return 0
     itemsize = DTYPE_BYTES[config.precision.compute_dtype]
     slots = min(ceil(config.train.global_batch * config.rollout.updates / layout.dp), config.rollout.max_batch)
-    return cache_bytes(config.model, layout.tp, slots, config.data.seq_len, itemsize)
+    is_invariant = config.device.batch_invariant
+    return cache_bytes(config.model, layout.tp, slots, config.data.seq_len, itemsize, is_invariant)

@@ -48,17 +48,19 @@ def _load_rotated(x, cos, sin, column, mask, HEAD_DIM: tl.constexpr, HAS_ROPE: t
 
 
 @triton.jit
-def _load_rows(x, position, s, end, column, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(x, position, s, end, column, size, HEAD_DIM: tl.constexpr, IS_RING: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows `position + s` of [S, K] in the cache, zero from `end` on."""
-    offset = (position + s)[:, None] * HEAD_DIM + column[None, :]
+    row = (position + s) % size if IS_RING else position + s
+    offset = row[:, None] * HEAD_DIM + column[None, :]
     mask = (position + s < end)[:, None] & (column < HEAD_DIM)[None, :]
     return tl.load(x + offset, mask, 0.0, cache_modifier=".cg")  # read once: not through the L1 cache
 
 
 @triton.jit
 def _attend_by_rows(  # type: ignore[no-untyped-def]
-    query, new_score, new_total, new_value, key, value, k_cache, v_cache, first, end, s, column, value_column, soft_cap,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_S: tl.constexpr,
+    query, new_score, new_total, new_value, key, value, k_cache, v_cache, first, end, s, column, value_column, size,
+    soft_cap, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_RING: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Softmax statistics and weighted sum of one head without tensor cores. Each row of a block has a softmax of its
     own until the end, so that warps never wait for each other. `key` and `value` are the first block."""
@@ -67,8 +69,8 @@ def _attend_by_rows(  # type: ignore[no-untyped-def]
     acc = tl.where((s == 0)[:, None], new_value, 0.0)
     for position in range(first, end, BLOCK_S):
         this_key, this_value = key, value
-        key = _load_rows(k_cache, position + BLOCK_S, s, end, column, HEAD_DIM)
-        value = _load_rows(v_cache, position + BLOCK_S, s, end, value_column, VALUE_DIM)
+        key = _load_rows(k_cache, position + BLOCK_S, s, end, column, size, HEAD_DIM, IS_RING)
+        value = _load_rows(v_cache, position + BLOCK_S, s, end, value_column, size, VALUE_DIM, IS_RING)
         score = tl.sum(this_key.to(tl.float32) * query, 1)
         if HAS_CAP:
             score = capped(score, soft_cap)
@@ -86,8 +88,9 @@ def _attend_by_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend_by_matmuls(  # type: ignore[no-untyped-def]
-    query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, value_column, scale, soft_cap,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_S: tl.constexpr,
+    query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, value_column, size, scale,
+    soft_cap, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_RING: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """The same for all heads of a kv head, with tensor cores."""
     top = new_score
@@ -95,7 +98,7 @@ def _attend_by_matmuls(  # type: ignore[no-untyped-def]
     acc = new_value
     for position in range(first, end, BLOCK_S):
         in_range = (position + s < end)[None, :]
-        key = _load_rows(k_cache, position, s, end, column, HEAD_DIM)
+        key = _load_rows(k_cache, position, s, end, column, size, HEAD_DIM, IS_RING)
         score = dot(query, key.T) * scale
         if HAS_CAP:
             score = capped(score, soft_cap)
@@ -104,7 +107,7 @@ def _attend_by_matmuls(  # type: ignore[no-untyped-def]
         weight = tl.exp2(score - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weight, 1)
-        value = _load_rows(v_cache, position, s, end, value_column, VALUE_DIM)
+        value = _load_rows(v_cache, position, s, end, value_column, size, VALUE_DIM, IS_RING)
         acc = dot(weight.to(value.dtype), value, acc * decay[:, None])
         top = new_top
     return top, total, acc
@@ -116,12 +119,16 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
     q_slot_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, angle_stride,
     max_seq_len, window,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HAS_ROPE: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    IS_RING: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
     split, g, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.minimum(tl.load(lengths + slot), max_seq_len - 1)
+    length = tl.load(lengths + slot)
+    place = length % max_seq_len
+    if not IS_RING:
+        length = tl.minimum(length, max_seq_len - 1)
+        place = length
     oldest = tl.maximum(length + 1 - window, 0)
     keys_per_split = tl.cdiv(tl.cdiv(length - oldest, SPLITS), 16) * 16
     first = oldest + split * keys_per_split
@@ -136,8 +143,8 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
     r = tl.arange(0, BLOCK_R)
     in_head = column < HEAD_DIM
     if BLOCK_R == 1:
-        key = _load_rows(k_cache, first, s, end, column, HEAD_DIM)
-        value = _load_rows(v_cache, first, s, end, value_column, VALUE_DIM)
+        key = _load_rows(k_cache, first, s, end, column, max_seq_len, HEAD_DIM, IS_RING)
+        value = _load_rows(v_cache, first, s, end, value_column, max_seq_len, VALUE_DIM, IS_RING)
     wait(PDL)
     if split == 0 or first < end:
         scale *= LOG2_E
@@ -155,8 +162,8 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
             key_row = k + slot * k_slot_stride + g * k_head_stride
             new_key = _load_rotated(key_row, cos, sin, column, in_head, HEAD_DIM, HAS_ROPE)
             raw_value = tl.load(v + slot * v_slot_stride + g * v_head_stride + value_column, in_value, 0.0)
-            tl.store(k_cache + length * HEAD_DIM + column, new_key, in_head)
-            tl.store(v_cache + length * VALUE_DIM + value_column, raw_value, in_value)
+            tl.store(k_cache + place * HEAD_DIM + column, new_key, in_head)
+            tl.store(v_cache + place * VALUE_DIM + value_column, raw_value, in_value)
             new_score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
             if HAS_CAP:
                 new_score = capped(new_score, soft_cap)
@@ -172,12 +179,13 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
         if BLOCK_R == 1:
             top, total, acc = _attend_by_rows(
                 query.to(tl.float32) * scale, new_score, new_total, new_value, key, value, k_cache, v_cache,
-                first, end, s, column, value_column, soft_cap, HEAD_DIM, VALUE_DIM, HAS_CAP, BLOCK_S,
+                first, end, s, column, value_column, max_seq_len, soft_cap, HEAD_DIM, VALUE_DIM, IS_RING, HAS_CAP,
+                BLOCK_S,
             )  # fmt: skip
         else:
             top, total, acc = _attend_by_matmuls(
-                query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, value_column, scale,
-                soft_cap, HEAD_DIM, VALUE_DIM, HAS_CAP, BLOCK_S,
+                query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, value_column,
+                max_seq_len, scale, soft_cap, HEAD_DIM, VALUE_DIM, IS_RING, HAS_CAP, BLOCK_S,
             )  # fmt: skip
         acc = acc / total[:, None]
         out += slot * G * R * VALUE_DIM
@@ -247,8 +255,8 @@ def decode_attention(
         q_BHTK, k_BGTK, v_BGTV, k_cache, v_cache, lengths, cos, sin, scores.sinks, out, partial, partial_lse,
         arrival_counters(out.device), scores.scale_of(K), (scores.soft_cap or 0.0) * LOG2_E.value,
         *strides, 0 if cos is None else cos.stride(0), S, window or S,
-        G=G, R=R, HEAD_DIM=K, VALUE_DIM=V, HAS_ROPE=cos is not None, HAS_CAP=scores.soft_cap is not None,
-        HAS_SINKS=scores.sinks is not None, SPLITS=c.splits,
+        G=G, R=R, HEAD_DIM=K, VALUE_DIM=V, HAS_ROPE=cos is not None, IS_RING=window == S,
+        HAS_CAP=scores.soft_cap is not None, HAS_SINKS=scores.sinks is not None, SPLITS=c.splits,
         BLOCK_R=block_r, BLOCK_S=c.block_s, BLOCK_K=block_k, BLOCK_V=block_v,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(),
     )  # fmt: skip

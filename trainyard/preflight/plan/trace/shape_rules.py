@@ -170,13 +170,14 @@ def _out(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     return out
 
 
-def _flash(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return _like([q], q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _flash(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    out = _like([q], q.dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _flash_on_gpu(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _flash_on_gpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     empty = q.new_empty(0)
-    return *_flash(q), None, None, q.shape[2], k.shape[2], empty, empty, empty
+    return *_flash(q, k, v), None, None, q.shape[2], k.shape[2], empty, empty, empty
 
 
 def _flash_backward(gradient: Tensor, *inputs: Any, **kwargs: Any) -> tuple[Tensor, ...]:

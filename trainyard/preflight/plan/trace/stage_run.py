@@ -152,7 +152,7 @@ def fused_attention(
     """scaled_dot_product_attention as one operator that keeps no scores."""
     causal = options.get("is_causal", False)
     bias = None if mask is None or gpu_operators else torch.empty_like(mask, dtype=q.dtype)
-    return compat.fused_attention_kernel(gpu_operators, q.dtype)(q, k, v, causal, bias)[0]
+    return compat.fused_attention_kernel(gpu_operators, q.dtype)(q, k, v, causal, bias, options.get("scale"))[0]
 
 
 class _RmsNorm(torch.autograd.Function):
