@@ -152,12 +152,12 @@ def run_ours(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         options.set,
     )
     trainer = Trainer(config)
-    loader = prepare_rollouts(trainer, directory)
+    loader = prepare_rollouts(trainer)
     assert loader
-    loader.sampler.end_ids = frozenset()
+    loader.completer.sampler.end_ids = frozenset()
     for model in trainer.models:
         model.train()
-    loader._complete = clock.timed(loader._complete)  # type: ignore[method-assign]
+    loader.completer.complete = clock.timed(loader.completer.complete)  # type: ignore[method-assign]
     batches = loader.prefetch(0, config.train.steps, trainer.batch_slice, trainer.runner.stage_batch)
     for step in range(1, config.train.steps + 1):
         clock.begin_step()

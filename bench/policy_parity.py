@@ -8,10 +8,7 @@ that they would sample; rewards, advantages, the loss and its gradients are thei
 tests/train/test_trl_policy.py compares with, without TRL.
 """
 
-import argparse
 import json
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trl_parity import ROOT, random_values, summary, write_model
+from trl_parity import compare_cases, gradient_difference, random_values, rounded, summary, write_model
 
 SEQ_LEN, MAX_NEW_TOKENS, GROUP, TEMPERATURE = 48, 20, 4, 0.7
 PROMPTS = ["2+2=", "Name a color:", "Sort 312:"]
@@ -177,7 +174,7 @@ def train_ours(work: Path, name: str, theirs: dict[str, Any]) -> tuple[float, li
         sampled = [False] * len(prompt) + [True] * len(answer)
         rollouts.append(Rollout(number // GROUP, prompt + answer, zeros + old, sampled))
     rewards = torch.tensor(REWARDS)
-    batch = RolloutBatch.join(rollouts, rewards.flatten().numpy())
+    batch = RolloutBatch.join(rollouts, rewards.flatten().numpy(), (0, 1))
     for row, values in zip(batch.reference_log_probs, references, strict=True):
         row[: len(values)] = values
     advantages: list[float] = []
@@ -195,41 +192,18 @@ def train_ours(work: Path, name: str, theirs: dict[str, Any]) -> tuple[float, li
     return record.losses[0], advantages, tensors
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--trl", type=Path, default="trl/bin/python", help="Python of an environment with TRL")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "policy-parity.json")
-    parser.add_argument("--values", type=Path, help="write what TRL found here")
-    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.reference:
-        run_trl(options.reference)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        subprocess.run([options.trl, __file__, "--reference", work], check=True)
-        reference = json.loads((work / "found.json").read_text())
-        results, values = {}, {}
-        for name, theirs in reference["cases"].items():
-            expected = load_file(work / f"{name}.safetensors")
-            loss, advantages, gradients = train_ours(work, name, theirs)
-            assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
-            worst = max(float((gradients[key] - each).abs().max() / each.abs().max()) for key, each in expected.items())
-            apart = np.abs(np.array(advantages) - np.array(theirs["advantages"])).max()
-            results[name] = {
-                "loss": theirs["loss"],
-                "loss_difference": float(f"{abs(loss - theirs['loss']):.2e}"),
-                "advantage_difference": float(f"{apart:.2e}"),
-                "gradient_difference": float(f"{worst:.2e}"),
-            }
-            values[name] = {**theirs, "gradients": summary(expected)}
-            print(f"{name}: {results[name]}", flush=True)
-    options.out.write_text(json.dumps({"versions": reference["versions"], "cases": results}, indent=2) + "\n")
-    if options.values:
-        rounded = json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.9g}"))
-        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in rounded.items())
-        options.values.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+def compare_rollouts(work: Path, name: str, theirs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    expected = load_file(work / f"{name}.safetensors")
+    loss, advantages, gradients = train_ours(work, name, theirs)
+    result = {
+        "loss": theirs["loss"],
+        "loss_difference": rounded(abs(loss - theirs["loss"])),
+        "advantage_difference": rounded(np.abs(np.array(advantages) - np.array(theirs["advantages"])).max()),
+        "gradient_difference": gradient_difference(gradients, expected),
+    }
+    values = json.dumps({**theirs, "gradients": summary(expected)})
+    return result, json.loads(values, parse_float=lambda text: float(f"{float(text):.9g}"))
 
 
 if __name__ == "__main__":
-    main()
+    compare_cases(__file__, __doc__, "policy-parity.json", run_trl, compare_rollouts)

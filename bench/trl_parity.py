@@ -13,6 +13,7 @@ import json
 import subprocess
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ def run_trl(work: Path) -> None:
         save_file({key: value.contiguous() for key, value in gradients.items()}, work / f"{name}.safetensors")
         losses[name] = sum(micro_losses)
     versions = {each.__name__: each.__version__ for each in (trl, peft, transformers, accelerate, torch)}
-    (work / "losses.json").write_text(json.dumps({"versions": versions, "losses": losses}))
+    (work / "found.json").write_text(json.dumps({"versions": versions, "cases": losses}))
 
 
 def train_ours(work: Path, name: str) -> tuple[float, dict[str, Tensor]]:
@@ -345,40 +346,59 @@ def summary(gradients: dict[str, Tensor]) -> dict[str, list[float]]:
     return numbers
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+def gradient_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest one, relative to the largest gradient of its tensor."""
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    return rounded(max(float((ours[key] - each).abs().max() / each.abs().max()) for key, each in theirs.items()))
+
+
+def rounded(difference: float) -> float:
+    return float(f"{difference:.2e}")
+
+
+def compare_cases(
+    script: str,
+    description: str | None,
+    out: str,
+    run_trl: Callable[[Path], None],
+    compare: Callable[[Path, str, Any], tuple[dict[str, Any], dict[str, Any]]],
+) -> None:
+    """The command of a script that compares cases with TRL. `run_trl`, in TRL's environment, writes `found.json` with
+    versions and what it found in each case; `compare` makes the result of a case, and the values for tests."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0] if description else None)
     parser.add_argument("--trl", type=Path, default="trl/bin/python", help="Python of an environment with TRL and PEFT")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "trl-parity.json")
-    parser.add_argument("--values", type=Path, help="write losses and summaries of gradients here")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / out)
+    parser.add_argument("--values", type=Path, help="write what TRL found here")
     parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.reference:
         run_trl(options.reference)
         return
+    results, values = {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        subprocess.run([options.trl, __file__, "--reference", work], check=True)
-        reference = json.loads((work / "losses.json").read_text())
-        results, values = {}, {}
-        for name in CASES:
-            theirs = load_file(work / f"{name}.safetensors")
-            loss, gradients = train_ours(work, name)
-            assert gradients.keys() == theirs.keys(), gradients.keys() ^ theirs.keys()
-            worst = max(float((gradients[key] - each).abs().max() / each.abs().max()) for key, each in theirs.items())
-            expected = reference["losses"][name]
-            results[name] = {
-                "loss": expected,
-                "loss_difference": float(f"{abs(loss / expected - 1):.2e}"),
-                "gradient_difference": float(f"{worst:.2e}"),
-                "tensors": len(theirs),
-            }
-            values[name] = {"loss": expected, "gradients": summary(theirs)}
+        subprocess.run([options.trl, script, "--reference", work], check=True)
+        found = json.loads((work / "found.json").read_text())
+        for name, theirs in found["cases"].items():
+            results[name], values[name] = compare(work, name, theirs)
             print(f"{name}: {results[name]}", flush=True)
-    options.out.write_text(json.dumps({"versions": reference["versions"], "cases": results}, indent=2) + "\n")
+    options.out.write_text(json.dumps({"versions": found["versions"], "cases": results}, indent=2) + "\n")
     if options.values:
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
         options.values.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def compare_loss(work: Path, name: str, expected: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`expected` is TRL's loss."""
+    theirs, (loss, gradients) = load_file(work / f"{name}.safetensors"), train_ours(work, name)
+    result = {
+        "loss": expected,
+        "loss_difference": rounded(abs(loss / expected - 1)),
+        "gradient_difference": gradient_difference(gradients, theirs),
+        "tensors": len(theirs),
+    }
+    return result, {"loss": expected, "gradients": summary(theirs)}
+
+
 if __name__ == "__main__":
-    main()
+    compare_cases(__file__, __doc__, "trl-parity.json", run_trl, compare_loss)

@@ -51,7 +51,7 @@ BUDGETS = {
     "config": 1720,
     "core": 945,
     "dashboard": 1350,
-    "data": 4295,
+    "data": 4320,
     "devices": 1600,
     "evaluate": 700,
     "families": 2450,

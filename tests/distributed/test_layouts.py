@@ -49,6 +49,9 @@ GPT_OSS = {**MOE, "family": "gpt_oss", "head_dim": 8, "sliding_window": 7}
 OLMOE = {**MOE, "family": "olmoe", "top_k": 2}
 QWEN2_MOE = {**MOE, "family": "qwen2_moe", "top_k": 2, "shared_ffn": 40, "dense_layers": "odd"}
 LLAMA4 = {**MOE, "family": "tests.support.other_experts:LLAMA4", "router_scores": "sigmoid", "shared_ffn": 40}
+DEEPSEEK = configs.DEEPSEEK
+WITHOUT_MTP = {key: value for key, value in DEEPSEEK.items() if "mtp" not in key}
+DEEPSEEK_V2 = {**WITHOUT_MTP, "family": "deepseek_v2", "expert_groups": 1}
 BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA_LIKE_MODELS = [from_hf(hf_reference(name)[2]).model_dump(mode="json") for name in LLAMA_LIKE]
 MIXED = {**TWO_KINDS, "dense_layers": "0"}
@@ -65,6 +68,7 @@ LORA = {"rank": 3, "dora": True, "dropout": 0.2, "lr_ratio": 4.0, "train": ["nor
 EXPERTS = {"rank": 3, "lr_ratio": 4.0, "targets": ["all-linear", "experts"], "train": ["norms"]}
 NOISE = {"embedding_noise": 5.0}
 
+SELECTIVE = {"kind": "selective", "modules": ["norm", "activation", "attention"]}
 USER_CODE = {
     "data": {"source": "tests.support.user_code:make_dataset"},
     "optimizer": {"kind": "tests.support.user_code:Momentum"},
@@ -244,6 +248,24 @@ CASES = [
     deep_case(2, {"tp": 2}, BIAS, "bias-lamb", optimizer={"kind": "lamb"}),
     deep_case(2, {"zero": 1}, BIAS, "bias-muon", optimizer={"kind": "muon"}),
     deep_case(2, {"ep": 2}, BIAS, "bias-user-code", **USER_CODE),
+    # latent attention and prediction of further tokens, whose places in a sequence must not depend on the layout
+    case(8, {"tp": 2, "pp": 2, "cp": 2, **SP}, DEEPSEEK),
+    case(4, {"ep": 2, "zero": 3}, DEEPSEEK, "full", recompute={"kind": "full"}),
+    case(4, {"tp": 2, "cp": 2}, DEEPSEEK, "documents", data={"document_mask": True, "seq_len": 64}),
+    deep_case(2, {"tp": 2}, DEEPSEEK),
+    deep_case(2, {"tp": 2, **SP}, {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True}, "biases"),
+    deep_case(4, {"tp": 4, **SP}, {**DEEPSEEK, "fuse_qkv": False, "tie_embeddings": True}, "tied"),
+    deep_case(2, {"cp": 2}, DEEPSEEK),
+    deep_case(4, {"cp": 4, "cp_method": "all_gather"}, DEEPSEEK),
+    deep_case(2, {"pp": 2}, DEEPSEEK),
+    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, DEEPSEEK),
+    deep_case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, DEEPSEEK),
+    deep_case(4, {"pp": 2, "zero": 3}, DEEPSEEK),
+    deep_case(2, {"zero": 1}, DEEPSEEK, "muon", optimizer={"kind": "muon"}),
+    deep_case(2, {"zero": 2}, DEEPSEEK),
+    deep_case(4, {"ep": 2, "tp": 2, **SP}, DEEPSEEK, "selective", recompute=SELECTIVE),
+    deep_case(2, {"tp": 2}, {**DEEPSEEK_V2, "expert_groups": 2, "top_k_groups": 1}, "groups"),
+    deep_case(2, {"pp": 2}, DEEPSEEK_V2),
     # layers of several kinds, wherever a pipeline is cut
     # a wrapper around linear layers
     case(4, {"tp": 4, "zero": 1, **SP}, scaled({**LLAMA, "kv_heads": 2}), "scaled"),

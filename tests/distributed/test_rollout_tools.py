@@ -22,6 +22,7 @@ from trainyard.config.schema import Config
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.run.rollouts.rollout import RolloutBatch
+from trainyard.run.rollouts.rollout_loader import RolloutLoader
 
 END = "<|im_end|>"
 SEQ_LEN = 96
@@ -93,9 +94,9 @@ def train(tmp_path: Path, model: Path, **sections: Any) -> RolloutBatch:
     """The rollouts of a step."""
     trainer = Trainer(configure(tmp_path, model, **sections))
     trainer.run()
-    rollouts = RolloutBatch.read(trainer.directory / "rollouts" / "00000000.npz")
-    assert rollouts
-    return rollouts
+    assert isinstance(trainer.batch_source, RolloutLoader)
+    assert trainer.batch_source.written
+    return trainer.batch_source.written
 
 
 def test_tokens_are_those_of_transformers_for_the_same_messages(tmp_path: Path, model: Path) -> None:

@@ -13,11 +13,17 @@ import pytest
 from tests.distributed.test_layouts import SP
 from tests.support import configs
 from tests.support.pool import Pool, RankFailed
+from trainyard.checkpoint.checkpoint import Checkpoint
+from trainyard.cli.train_console import log_line
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_status import reward_of
+from trainyard.metrics.spans import read_spans, span_path
 from trainyard.preflight.verify import compare_records, record_training
+from trainyard.remote.storage import LocalStorage
+from trainyard.run.callbacks import Callback, TrainerView
 from trainyard.run.rollouts.rewards import RewardFunctions, exact, matching
 from trainyard.run.rollouts.rollout import RolloutBatch
+from trainyard.run.rollouts.rollout_loader import RolloutLoader
 from trainyard.run.trainer import Trainer
 
 STEPS = 4
@@ -78,6 +84,7 @@ def run(pool: Pool, prompts: str, directory: Path, kind: str, layout: str, **mor
         "optimizer": {"lr": 1e-3, "eps": 1e-3},
         "log": {"directory": str(directory)},
         "layout": LAYOUTS[layout][1],
+        "checkpoint": {"every": 1, "keep": 0},
     }
     for each in (KINDS[kind], more.pop("keys", {}), more):
         sections = {key: {**sections.get(key, {}), **each.get(key, {})} for key in {*sections, *each}}
@@ -85,6 +92,23 @@ def run(pool: Pool, prompts: str, directory: Path, kind: str, layout: str, **mor
     result = pool.run("tests.distributed.rank_jobs:run", (config,), LAYOUTS[layout][0])[0]
     lines = (Path(result["directory"]) / "metrics.jsonl").read_text().splitlines()
     return Path(result["directory"]), [json.loads(line) for line in lines]
+
+
+def saved(directory: Path, step: int) -> RolloutBatch:
+    """The rollouts in the checkpoint of a step, which the next step trains on, too."""
+    with Checkpoint(LocalStorage(directory / "checkpoints" / f"step_{step:08d}")) as checkpoint:
+        extras = checkpoint.rank_extras(0)
+        assert extras
+        found = RolloutBatch.from_tensors(extras[0])
+    assert found
+    return found
+
+
+def written(trainer: Trainer) -> RolloutBatch:
+    """The last rollouts of a run."""
+    assert isinstance(trainer.batch_source, RolloutLoader)
+    assert trainer.batch_source.written
+    return trainer.batch_source.written
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +133,8 @@ def test_layout_equals_one_rank(
     for found, one in zip(numbers(records), numbers(expected), strict=True):
         found.pop("log_probs/difference", None), one.pop("log_probs/difference", None)
         assert found == pytest.approx(one, rel=1e-5, abs=2e-6)
-    for file in sorted((reference / "rollouts").glob("*.npz")):
-        ours, theirs = RolloutBatch.read(directory / "rollouts" / file.name), RolloutBatch.read(file)
-        assert ours is not None
-        assert theirs is not None
+    for step in (1, 3):
+        ours, theirs = saved(directory, step), saved(reference, step)
         assert np.array_equal(ours.tokens, theirs.tokens)
         assert ours.log_probs == pytest.approx(theirs.log_probs, abs=2e-6)
         assert ours.reference_log_probs == pytest.approx(theirs.reference_log_probs, abs=2e-6)
@@ -126,6 +148,8 @@ def test_the_sampler_and_the_trainer_agree(single: dict[str, tuple[Path, list[An
         assert steps[2]["log_probs/difference"] < 1e-6, kind  # those of the second batch, not of the one before
         assert steps[0]["rewards/total"] != steps[2]["rewards/total"]
         assert reward_of(steps[0]) == ("mean", steps[0]["rewards/total"])
+        shown = f" | log prob difference {steps[1]['log_probs/difference']:.1e} | "
+        assert shown in log_line(steps[1], STEPS)
 
 
 def test_batch_invariant_kernels_make_them_equal_bit_for_bit(pool: Pool, prompts: str, tmp_path: Path) -> None:
@@ -135,39 +159,72 @@ def test_batch_invariant_kernels_make_them_equal_bit_for_bit(pool: Pool, prompts
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("tp2", marks=pytest.mark.nightly)])
-def test_resumes_between_two_updates(
-    pool: Pool, prompts: str, single: dict[str, tuple[Path, list[Any]]], tmp_path: Path, layout: str
-) -> None:
-    """Step 3 is the second update of the rollouts that were written before step 2, by other weights."""
-    directory, _ = run(pool, prompts, tmp_path, "grpo", "single", train={"steps": STEPS}, checkpoint={"every": 3})
-    files = sorted(file.name for file in (directory / "rollouts").glob("*"))
-    assert files == ["00000000.npz", "00000002.npz"]
-    source = {"init_from": None, "resume": str(directory / "checkpoints" / "step_00000003")}
-    _, records = run(pool, prompts, tmp_path / "resumed", "grpo", layout, checkpoint=source)
-    expected = numbers(single["grpo"][1])[-len(numbers(records)) :]
-    for found, one in zip(numbers(records), expected, strict=True):
+def test_resumes_between_two_updates(pool: Pool, prompts: str, tmp_path: Path, layout: str) -> None:
+    """Step 3 is the first update on rollouts that step 4 uses, too. The run stopped there by chance, went on for much
+    longer, and the checkpoint of step 3 was copied."""
+    rarely = {"checkpoint": {"every": 1000, "keep": 0, "resume": "auto"}}
+    directory, _ = run(pool, prompts, tmp_path, "grpo", "single", train={"steps": 3}, **rarely)
+    again, expected = run(pool, prompts, tmp_path, "grpo", "single", train={"steps": 9}, **rarely)
+    assert again == directory
+    copy = tmp_path / "copy" / "step_00000003"
+    shutil.copytree(directory / "checkpoints" / "step_00000003", copy)
+    shutil.rmtree(directory)
+    source = {"init_from": None, "resume": str(copy)}
+    _, records = run(pool, prompts, tmp_path / "resumed", "grpo", layout, checkpoint=source, train={"steps": 9})
+    assert records[0]["step"] == 4
+    expected = [record for record in expected if record["step"] > 3]
+    for found, one in zip(numbers(records), numbers(expected), strict=True):
         found.pop("log_probs/difference", None), one.pop("log_probs/difference", None)
         if layout == "single":
             assert found == one
         else:
             assert found == pytest.approx(one, rel=1e-5, abs=2e-6)
-    for file in (directory / "rollouts").glob("*"):
-        file.unlink()
-    with pytest.raises(RankFailed, match=r"00000002.npz: missing, and step 3 is inside a batch"):
-        run(pool, prompts, tmp_path / "lost", "grpo", "single", checkpoint=source)
 
 
-def test_files_of_a_lost_attempt_are_not_those_to_keep(pool: Pool, prompts: str, tmp_path: Path) -> None:
-    """The run was at step 8 when it was lost, and goes on at step 3. A checkpoint at step 5 needs the file of 4."""
-    directory, _ = run(pool, prompts, tmp_path, "grpo", "single", checkpoint={"every": 3})
-    rollouts = directory / "rollouts"
-    for step in (6, 8):
-        shutil.copy(rollouts / "00000002.npz", rollouts / f"{step:08d}.npz")
-    steps = {"train": {"steps": 5}, "checkpoint": {"every": 3, "resume": "auto"}}
-    again, records = run(pool, prompts, tmp_path, "grpo", "single", **steps)
-    assert again == directory
-    assert [record["step"] for record in records if "loss" in record][-2:] == [4, 5]
-    assert sorted(file.name for file in rollouts.glob("*")) == ["00000002.npz", "00000004.npz"]
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"updates": 4}, "lacks the 32 rollouts of steps 1 to 4, of which step 3 is done; nearest: .* multiple of 4,"),
+        ({"epochs": 2}, "lacks the 16 rollouts of steps 1 to 4, of which step 3 is done; nearest: .* multiple of 4,"),
+    ],
+)
+def test_other_updates_are_one_line(
+    pool: Pool, prompts: str, single: dict[str, tuple[Path, list[Any]]], tmp_path: Path, rollout: Any, message: str
+) -> None:
+    source = {"init_from": None, "resume": str(single["grpo"][0] / "checkpoints" / "step_00000003")}
+    with pytest.raises(RankFailed, match=message):
+        run(pool, prompts, tmp_path, "grpo", "single", checkpoint=source, rollout=rollout)
+
+
+def test_resumes_from_the_memory_of_the_host(prompts: str, tmp_path: Path) -> None:
+    """After an error in step 4, which trains on rollouts of step 3."""
+
+    class Failure(Callback):
+        def on_gradients_ready(self, trainer: TrainerView) -> None:
+            while trainer.completed_steps == 3:
+                if [*memory.rglob("step_00000003/manifest.json")]:
+                    raise ArithmeticError
+
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    keys: dict[str, Any] = {
+        "data": {"source": "prompts", "paths": prompts, "seq_len": 16},
+        "train": {"steps": 5, "global_batch": 8, "micro_batch": 2, "objective": "grpo"},
+        "rollout": {"rewards": [f"{__name__}:spread"], "completions": 4, "max_new_tokens": 6, "updates": 2},
+        "log": {"directory": str(tmp_path)},
+        "checkpoint": {"every": 1000, "memory_every": 1, "memory_directory": str(memory), "resume": "auto"},
+    }
+    config = configs.tiny_config({**configs.LLAMA, "vocab": 257, "layers": 2}, **keys)
+    failed = Trainer(config, callbacks=[Failure()])
+    with pytest.raises(ArithmeticError):
+        failed.run()
+    resumed = Trainer(config, run_directory=failed.directory)
+    assert resumed.completed_steps == 3
+    resumed.train_step = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        resumed.run()
+    for name, array in vars(written(failed)).items():
+        assert np.array_equal(array, vars(written(resumed))[name], equal_nan=array.dtype == np.float32), name
 
 
 def test_rollouts_are_written_for_people(single: dict[str, tuple[Path, list[Any]]]) -> None:
@@ -179,10 +236,24 @@ def test_rollouts_are_written_for_people(single: dict[str, tuple[Path, list[Any]
     assert records[0]["rewards"].keys() == {"spread", "odd"}
 
 
+def test_times_of_rollouts_and_rewards_are_recorded(single: dict[str, tuple[Path, list[Any]]]) -> None:
+    """Steps 1 and 3 write completions while they wait for data, and the evaluation after step 4."""
+    spans = read_spans(span_path(single["grpo-lora"][0], 0), 0)
+    assert spans
+    assert spans.named("rollout")["step"].tolist() == [1, 1, 3, 3, 4]  # each first, the completions, then the reference
+    assert spans.named("reward")["step"].tolist() == [1, 3, 4]
+    for name in ("rollout", "reward"):
+        for step, outer in ((1, "data wait"), (3, "data wait"), (4, "evaluate")):
+            (around,) = (each for each in spans.named(outer) if each["step"] == step)
+            for each in spans.named(name)[spans.named(name)["step"] == step]:
+                assert each["duration"] > 0
+                assert around["start"] <= each["start"]
+                assert each["start"] + each["duration"] <= around["start"] + around["duration"]
+
+
 def test_advantages_follow_the_rewards_of_their_own_prompt(single: dict[str, tuple[Path, list[Any]]]) -> None:
     """Recomputed in numpy from what the run saved."""
-    rollouts = RolloutBatch.read(single["grpo"][0] / "rollouts" / "00000002.npz")
-    assert rollouts
+    rollouts = saved(single["grpo"][0], 3)
     groups, totals = rollouts.prompts.reshape(-1, 4), rollouts.stats[:, 0].reshape(-1, 4)
     assert (groups == groups[:, :1]).all()
     expected = (totals - totals.mean(1, keepdims=True)) / (totals.std(1, ddof=1, keepdims=True) + 1e-4)
@@ -275,13 +346,6 @@ def test_wrong_prompts_are_one_line(tmp_path: Path, records: list[Any], message:
     }
     with pytest.raises(UserError, match=message):
         Trainer(configs.tiny_config({**configs.LLAMA, "vocab": 257, "layers": 2}, **keys))
-
-
-def test_a_damaged_file_of_rollouts_is_missing(tmp_path: Path, single: dict[str, tuple[Path, list[Any]]]) -> None:
-    content = (single["grpo"][0] / "rollouts" / "00000002.npz").read_bytes()
-    for damaged in (b"", content[:100], content[: len(content) // 2], content[:200] + b"x" * 90 + content[290:]):
-        (tmp_path / "x.npz").write_bytes(damaged)
-        assert RolloutBatch.read(tmp_path / "x.npz") is None
 
 
 def test_verify_compares_steps_that_train(prompts: str) -> None:

@@ -24,8 +24,19 @@ from trainyard.formats.hf import open_hf
 DECODER = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-3}
 DECODER |= {"rope_theta": 500.0, "max_position_embeddings": 80, "initializer_range": 0.5, "tie_word_embeddings": True}
 DECODER |= {"head_dim": 6, "bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
+LAYER_NORM = {**{key: value for key, value in DECODER.items() if key != "rms_norm_eps"}, "layer_norm_eps": 1e-3}
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
 QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob": True}
+DEEPSEEK = {key: value for key, value in DECODER.items() if key not in ("head_dim", "num_key_value_heads")}
+DEEPSEEK |= {
+    "hidden_size": 128,
+    "num_attention_heads": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "attention_bias": True,
+}
+DEEPSEEK |= {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+DEEPSEEK |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
 FILES: dict[str, dict[str, Any]] = {
     "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
     "granite": {**DECODER, "attention_bias": True, "mlp_bias": True}
@@ -37,12 +48,24 @@ FILES: dict[str, dict[str, Any]] = {
     "mistral": {**DECODER, "sliding_window": 7},
     "mixtral": {**DECODER, **EXPERTS, "sliding_window": 7, "num_local_experts": 9},
     "qwen2": DECODER,
-    "qwen3": DECODER,
+    "qwen3": {**DECODER, "attention_bias": True},
+    "gemma3_text": {**DECODER, "tie_word_embeddings": False, "sliding_window": 7, "attention_bias": True}
+    | {"query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    | {"hidden_activation": "gelu", "layer_types": ["full_attention", "sliding_attention"]},
+    "ministral": {**DECODER, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
+    "smollm3": {**DECODER, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "phi3": {**DECODER, "sliding_window": 7},
+    "glm4": {**DECODER, "num_key_value_heads": 4, "attention_bias": False},
+    "stablelm": {**LAYER_NORM, "use_qkv_bias": True, "use_parallel_residual": True},
+    "cohere": {**LAYER_NORM, "tie_word_embeddings": False, "attention_bias": True, "logit_scale": 0.5}
+    | {"bos_token_id": 3},
     "qwen2_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
     "gpt_oss": {**DECODER, **EXPERTS, "num_local_experts": 9, "sliding_window": 7, "attention_bias": False}
     | {"swiglu_alpha": 1.1, "swiglu_limit": 0.5},
     "olmoe": {**DECODER, **EXPERTS, "num_experts": 9, "norm_topk_prob": True},
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": {**DEEPSEEK, "norm_topk_prob": False, "rope_interleave": False, "num_nextn_predict_layers": 2},
     "gpt": {**GPT, "n_inner": 60, "layer_norm_epsilon": 1e-3, "initializer_range": 0.5, "tie_word_embeddings": False}
     | {"activation_function": "gelu", "pad_token_id": 8, "bos_token_id": 5, "eos_token_id": 6},
     "bert": {**BERT, "type_vocab_size": 3, "layer_norm_eps": 1e-3, "initializer_range": 0.5, "hidden_act": "gelu_new"}
@@ -62,24 +85,27 @@ def values_of_transformers(family: Family, data: dict[str, Any]) -> dict[str, An
     config = hf_config(family, data)
     values = {key: getattr(config, hf_key, None) for key, (hf_key, _) in family.hf.keys.items()}
     if "rope_theta" in values:
-        values["rope_theta"] = config.rope_parameters["rope_theta"]
+        rope = config.rope_parameters
+        values["rope_theta"] = rope.get("full_attention", rope)["rope_theta"]
+    if "head_dim" in values:
         values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
     if "activation" in family.config_class.model_fields:
         keys = ("activation_function", "hidden_activation", "hidden_act")
         name = next(name for key in keys if (name := getattr(config, key, None)))
         values["activation"] = {**ACTIVATIONS, "gelu_new": "gelu_tanh"}[name]
     if isinstance(kinds := getattr(config, "layer_types", None), list) and "full_layers" in dir(family.config_class):
-        values["full_layers"] = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+        has_windows = config.sliding_window is not None
+        values["full_layers"] = [layer for layer, kind in enumerate(kinds) if kind[0] == "f" or not has_windows]
     ids = values["eos_token_id"]
     return values | {"eos_token_id": (ids,) if isinstance(ids, int) else ids and tuple(ids)}
 
 
 def values_read(section: ModelConfig, keys: Any) -> dict[str, Any]:
     values = {key: getattr(section, key) for key in keys}
+    if "full_layers" in values:
+        values["full_layers"] = [layer for layer in range(section.layers) if section.attention_window(layer) is None]
     if "kv_heads" in values:
         values |= {"kv_heads": section.num_kv_heads, "head_dim": section.head_size}
-    if "full_layers" in values:
-        values["full_layers"] = tuple(values["full_layers"])
     return values
 
 
@@ -107,11 +133,10 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
 
 SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
 MANY_EXPERTS = {"qwen2_moe": {"num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"}}
-MANY_EXPERTS |= {
-    "qwen3_moe": {"num_experts", "moe_intermediate_size"},
-    "olmoe": {"num_experts"},
-    "gpt_oss": {"num_local_experts", "intermediate_size"},
-}
+MANY_EXPERTS |= {"qwen3_moe": {"num_experts", "moe_intermediate_size"}, "olmoe": {"num_experts"}}
+MANY_EXPERTS |= {"deepseek_v2": {"n_routed_experts", "moe_intermediate_size"}}
+MANY_EXPERTS |= {"deepseek_v3": {"num_key_value_heads"}}  # with fewer heads, the default has no meaning
+MANY_EXPERTS |= {"gpt_oss": {"num_local_experts", "intermediate_size"}}
 """Keys whose values here are smaller than their defaults."""
 LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
 
@@ -120,12 +145,17 @@ LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
 def test_logits_of_a_file_with_sizes_only(name: str, tmp_path: Path) -> None:
     """transformers builds the model from a config.json without any key that has a default; so does the package."""
     family = find_family(name)
-    sizes = {**LOGITS_SIZES, **SIZES.get(name, {}), "num_experts": 9, "moe_intermediate_size": 16}
-    sizes["shared_expert_intermediate_size"] = 24
+    sizes = {**LOGITS_SIZES, **SIZES.get(name, {}), "num_experts": 9, "moe_intermediate_size": 16, "head_dim": 8}
+    sizes |= {"shared_expert_intermediate_size": 24, "n_routed_experts": 9, "num_experts_per_tok": 3}
+    if "deepseek" in name:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     keep = {hf_key for hf_key, default in family.hf.keys.values() if default is REQUIRED}
     if name in MANY_EXPERTS:
         keep |= MANY_EXPERTS[name]
+    keep |= {"head_dim"} if name == "ministral" else set()  # which transformers needs
     data = {"model_type": family.hf.model_type, **{key: value for key, value in sizes.items() if key in keep}}
+    if (family.hf.keys["pad_token_id"][1] or 0) >= sizes["vocab_size"]:
+        data["pad_token_id"] = 0
     torch.manual_seed(1)
     model = getattr(transformers, family.hf.architecture)(hf_config(family, data)).eval()
     with torch.no_grad():

@@ -59,7 +59,12 @@ MODELS = {
             ({**LONGROPE, "short_factor": [1.0, 1.5, 1.5, 2.0], "long_factor": [1.0, 3.0, 4.0, 6.0]}, 128),
         )
     },
-    **{name: partial(hf_model, name, **LLAMA) for name in (*LLAMA_LIKE, *MOE_VARIANTS)},
+    **{name: partial(hf_model, name, **LLAMA) for name in (*LLAMA_LIKE, *MOE_VARIANTS) if "deepseek" not in name},
+    **{
+        name: partial(hf_model, name, **LLAMA | {"num_key_value_heads": 8, "initializer_range": 0.1})
+        for name in MOE_VARIANTS
+        if "deepseek" in name
+    },
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=128)),
 }
 ADDED = ("single_word", "lstrip", "rstrip", "normalized")

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.kernels.test_triton_ops import DEVICE, DTYPES, close, random
 from tests.support.pairwise import pairwise
 from trainyard.kernels import batch_invariant
+from trainyard.kernels.reference import AttentionScores
 from trainyard.kernels.triton.invariant.attention import attention
 from trainyard.kernels.triton.invariant.linear import FEW_ROWS_TILE, MANY_ROWS_TILE, LinearTile, linear
 from trainyard.kernels.triton.invariant.log_softmax import log_softmax
@@ -37,6 +38,22 @@ def test_attention(
     positions = torch.tensor([first, max(first - 7, 0)], dtype=torch.int32, device=DEVICE)
     expected = batch_invariant.attend(*(x.cpu().float() for x in (q, k, v)), positions.cpu(), window)
     close(attention(q, k, v, positions, None, window), expected.to(DEVICE, dtype), dtype)
+
+
+@pairwise(dtype=DTYPES, soft_cap=[None, 1.5], sinks=[True, False], value_size=[20, 7, 40], tokens=[1, 37])
+def test_attention_with_other_scores(
+    dtype: torch.dtype, soft_cap: float | None, sinks: bool, value_size: int, tokens: int
+) -> None:
+    q, k, v = (
+        random(2, heads, tokens + 40, width, dtype=dtype) for heads, width in ((6, 20), (2, 20), (2, value_size))
+    )
+    scores = AttentionScores(0.3, soft_cap, random(6) if sinks else None)
+    positions = torch.tensor([40, 33], dtype=torch.int32, device=DEVICE)
+    expected = batch_invariant.attend(
+        *(x.cpu().float() for x in (q[:, :, :tokens], k, v)), positions.cpu(), 24,
+        scores._replace(sinks=scores.sinks if scores.sinks is None else scores.sinks.cpu()),
+    )  # fmt: skip
+    close(attention(q[:, :, :tokens], k, v, positions, None, 24, scores), expected.to(DEVICE, dtype), dtype)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -13,7 +13,7 @@ from trainyard.families.builtin.gpt import GptConfig
 from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.kernels import reference
 from trainyard.kernels.fp8_weight import Fp8Weight
-from trainyard.kernels.reference import Activation, Kernels
+from trainyard.kernels.reference import PLAIN_SCORES, Activation, AttentionScores, Kernels
 from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import skinny_linear as products
 from trainyard.kernels.triton.decode.decode_attention import DecodeAttentionConfig, decode_attention
@@ -128,11 +128,17 @@ def test_rope_angles(size: int) -> None:
 def check_attention(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rope: bool,
     max_seq_len: int, config: DecodeAttentionConfig | None = None, window: int | None = None,
+    scores: AttentionScores = PLAIN_SCORES, value_dim: int | None = None,
 ) -> None:  # fmt: skip
-    batch = len(lengths)
+    batch, value_dim = len(lengths), value_dim or head_dim
     qkv = random(batch, 1, heads + 2 * kv_heads, head_dim, dtype=dtype).transpose(1, 2)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    k_cache, v_cache = (random(batch, kv_heads, max_seq_len, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    if value_dim != head_dim:
+        v = random(batch, 1, kv_heads, value_dim, dtype=dtype).transpose(1, 2)
+    widths = (head_dim, value_dim)
+    k_cache, v_cache = (
+        random(batch, kv_heads, max_seq_len, width, dtype=dtype, seed=seed + 1) for seed, width in enumerate(widths)
+    )
     for slot, length in enumerate(lengths):  # what a slot has not written may be anything
         v_cache[slot, :, length:] = torch.nan
         k_cache[slot, :, length:] = torch.nan
@@ -141,9 +147,9 @@ def check_attention(
     length_tensor = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     expected_caches = k_cache.float(), v_cache.float()
     expected = reference.decode_attention(
-        q.float(), k.float(), v.float(), *expected_caches, length_tensor, cos, sin, window
+        q.float(), k.float(), v.float(), *expected_caches, length_tensor, cos, sin, window, scores
     )
-    actual = decode_attention(q, k, v, k_cache, v_cache, length_tensor, cos, sin, window, config=config)
+    actual = decode_attention(q, k, v, k_cache, v_cache, length_tensor, cos, sin, window, scores, config)
     close(actual, expected.to(dtype), dtype)
     for cache, expected_cache in zip((k_cache, v_cache), expected_caches, strict=True):
         for slot, length in enumerate(lengths):
@@ -154,6 +160,20 @@ def check_attention(
 def test_attention_in_a_window(group: int, splits: int, window: int) -> None:
     config = DecodeAttentionConfig(splits, 16, 4, 2)
     check_attention([0, 37, 17], 2 * group, 2, 24, torch.float32, True, 38, config, window)
+
+
+@pairwise(
+    group=[1, 3], splits=[1, 2], ring={"ring": 16, "full": 38}, scale=[None, 0.3], soft_cap=[None, 1.5],
+    sinks=[True, False], value_dim=[24, 10, 40],
+)  # fmt: skip
+def test_attention_with_other_scores(
+    group: int, splits: int, ring: int, scale: float | None, soft_cap: float | None, sinks: bool, value_dim: int
+) -> None:
+    """Also in rings: caches as long as the window, of slots that have more tokens."""
+    config = DecodeAttentionConfig(splits, 16, 4, 2)
+    scores = AttentionScores(scale, soft_cap, random(2 * group) if sinks else None)
+    arguments = (2 * group, 2, 24, torch.float32, True, ring, config, 16, scores, value_dim)
+    check_attention([0, 37, 17, 15, 16], *arguments)
 
 
 @each_value(

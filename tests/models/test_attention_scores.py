@@ -14,6 +14,7 @@ from tests.parallel.test_ring_attention import make_documents, positions_by_rank
 from tests.support.thread_ring import ThreadRing, run_on_threads
 from trainyard.core.counter_rng import DropoutRng, RowSeeds, row_seeds
 from trainyard.kernels.batch_invariant import BatchInvariantKernels
+from trainyard.kernels.cpu_decode import CpuDecodeKernels
 from trainyard.kernels.reference import AttentionScores, Kernels, counter_dropout
 from trainyard.models.layers import CoreAttention
 from trainyard.parallel import attention_blocks, ring_attention
@@ -62,11 +63,12 @@ class Case(NamedTuple):
         return CoreAttention(*arguments, axis, kernels, self.window, scale, soft_cap, parameter)
 
 
-def make_case(options: str, mask: str, heads: tuple[int, int] = (4, 2), tokens: int = 24) -> Case:
+def make_case(options: str, mask: str, heads: tuple[int, int] = (4, 2), tokens: int = 24, width: int = 1) -> Case:
+    """`width`: multiple of 8 of a head's width."""
     torch.manual_seed(3)
     o, m = OPTIONS[options], {"causal": True, "window": None, "documents": False, "p": 0.0} | MASKS[mask]
-    (H, G), V = heads, o.get("value_size", 8)
-    q, k, v, dout = (torch.randn(3, n, tokens, width) for n, width in ((H, 8), (G, 8), (G, V), (H, V)))
+    (H, G), K, V = heads, 8 * width, o.get("value_size", 8) * width
+    q, k, v, dout = (torch.randn(3, n, tokens, size) for n, size in ((H, K), (G, K), (G, V), (H, V)))
     sinks = torch.randn(H) if o.get("sinks") else None
     scores = AttentionScores(o.get("scale"), o.get("soft_cap"), sinks)
     documents = make_documents(3, tokens) if m["documents"] else None
@@ -124,6 +126,25 @@ def test_core_attention_equals_the_definition(options: str, mask: str) -> None:
     expected = definition(case, case.module().site)
     assert_close(computed(case, case.module()), expected)
     assert_close(computed(case, case.module(cp=ContextAxis(decomposes_attention=True))), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_on_a_gpu(options: str, mask: str, dtype: torch.dtype) -> None:
+    case = make_case(options, mask, tokens=160, width=8)
+    case = case._replace(scores=case.scores._replace(scale=case.scores.scale and 0.2))
+    expected = definition(case, case.module().site)
+    scores = case.scores._replace(sinks=None if case.scores.sinks is None else case.scores.sinks.cuda())
+    moved = {name: getattr(case, name).cuda().to(dtype) for name in ("q", "k", "v", "dout")}
+    seeds = RowSeeds(*(x.cuda() for x in case.seeds))
+    documents = None if case.documents is None else case.documents.cuda()
+    moved_case = case._replace(**moved, scores=scores, seeds=seeds, documents=documents)
+    axis = ContextAxis()
+    axis.max_documents = 3 * 160
+    for x, y in zip(computed(moved_case, case.module(cp=axis).cuda()), expected, strict=True):
+        assert (x.cpu().double() - y).norm() < (1e-5 if dtype == torch.float32 else 0.01) * y.norm()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 1), (6, 6)])
@@ -220,18 +241,22 @@ def test_compiles_into_one_graph(options: str) -> None:
     assert_close(computed(case, compiled), computed(case, core))
 
 
-@pytest.mark.parametrize("decoding", [Kernels(), BatchInvariantKernels()])
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("decoding", [Kernels(), CpuDecodeKernels(), BatchInvariantKernels()])
+@pytest.mark.parametrize(("window", "size"), [(None, 24), (7, 24), (7, 7)])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_decoding_equals_full_attention(options: str, window: int | None, decoding: Kernels) -> None:
-    """Token after token over a cache, with slots of different lengths."""
+def test_decoding_equals_full_attention(options: str, window: int | None, size: int, decoding: Kernels) -> None:
+    """A token over a cache, with slots of different lengths; a cache as long as the window is a ring."""
+    if decoding.is_batch_invariant and size == window:
+        pytest.skip("these have no rings")
     case = make_case(options, "causal")._replace(window=window)
     expected, *_ = definition(case, case.module().site)
     lengths, T = torch.tensor([5, 17, 23], dtype=torch.int32), case.q.shape[2]
-    caches = [torch.full_like(x, torch.nan) if decoding.is_batch_invariant else torch.zeros_like(x) for x in case[1:3]]
+    unwritten = torch.nan if decoding.is_batch_invariant else 0.0
+    caches = [torch.full_like(x[:, :, :size], unwritten) for x in case[1:3]]
     for slot, length in enumerate(lengths.tolist()):
         for cache, x in zip(caches, (case.k, case.v), strict=True):
-            cache[slot, :, :length] = x[slot, :, :length]
+            for token in range(length):
+                cache[slot, :, token % size] = x[slot, :, token]
     index = torch.arange(3)
     q, k, v = (x[index, :, lengths.long()][:, :, None] for x in case[:3])
     y = decoding.decode_attention(q, k, v, *caches, lengths, T, window, case.scores)

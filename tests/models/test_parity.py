@@ -144,7 +144,6 @@ def test_config_json_round_trip(variant: str) -> None:
         ({"num_attention_heads": 5}, "heads=5"),
         ({"logit_scale": 0.5}, "logit_scale=0.5: not known for llama, and may change"),
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types=sliding_attention"),
     ],
 )

@@ -34,11 +34,11 @@ def test_starts_are_those_of_a_walk_over_the_tokens() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on NVIDIA GPUs")
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(("packed", "window"), [(True, 0), (True, 20), (False, 20)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("value_size", [64, 40])
-def test_kernel_equals_masked_attention(kv_heads: int, window: int, value_size: int) -> None:
-    documents = random_documents(3, 256).cuda()
+def test_kernel_equals_masked_attention(kv_heads: int, packed: bool, window: int, value_size: int) -> None:
+    documents = random_documents(3, 256).cuda() if packed else None
     q, k, v, dout = (
         torch.randn(3, 256, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         for heads, width in ((4, 64), (kv_heads, 64), (kv_heads, value_size), (4, value_size))

@@ -25,6 +25,10 @@ GPT = {"family": "gpt", "vocab": 260, "hidden": 32, "layers": 2, "heads": 4, "ma
 BERT = {"family": "bert", "vocab": 128, "hidden": 32, "layers": 2, "heads": 4, "ffn": 64, "max_positions": 64}
 MOE = {**LLAMA, "family": "mixtral", "experts": 4, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
 """A mixture of experts whose router losses are large enough to show."""
+DEEPSEEK = {**LLAMA, "family": "deepseek_v3", "kv_heads": None, "ffn": 16, "shared_ffn": 32, "dense_ffn": 48}
+DEEPSEEK |= {"dense_layers": "0", "experts": 4, "top_k": 2, "expert_groups": 2, "mtp_layers": 2, "mtp_loss": 0.5}
+DEEPSEEK |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+"""Latent attention, a dense layer and then experts, and prediction of two further tokens with a weight that shows."""
 TINY_MODELS = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
 
 

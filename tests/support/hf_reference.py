@@ -49,6 +49,7 @@ LLAMA31 = {
 }
 GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4}
 GEMMA2 = {"num_key_value_heads": 2, "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 30}
+GEMMA3 = {**GEMMA2, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA2 |= {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 32}
@@ -87,6 +88,43 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}
         | {"layer_types": ["full_attention", "sliding_attention"], "hidden_activation": "gelu"},
     ),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3-full": (
+        "gemma3_text",
+        {**GEMMA3, "layer_types": ["full_attention"] * 2, "final_logit_softcapping": 0.7, "attention_bias": True}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3-windows": (
+        "qwen3",
+        {"head_dim": 20, "use_sliding_window": True, "sliding_window": 7, "attention_bias": True}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "ministral": ("ministral", {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7}),
+    "ministral-alternate": (
+        "ministral",
+        {"head_dim": 20, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3": ("smollm3", {"num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "smollm3-windows": (
+        "smollm3",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 7, "pad_token_id": 0}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "phi3": ("phi3", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "pad_token_id": 0}),
+    "phi3-longrope": ("phi3", {"sliding_window": 7, "rope_scaling": LONGROPE, "pad_token_id": 0}),
+    "glm4": ("glm4", {"num_key_value_heads": 2, "head_dim": 20, "pad_token_id": 0}),
+    "glm4-unbiased": (
+        "glm4",
+        {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0, "pad_token_id": 0},
+    ),
+    "stablelm": ("stablelm", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": (
+        "stablelm",
+        {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    ),
+    "cohere": ("cohere", {"num_key_value_heads": 2, "logit_scale": 0.3}),
+    "cohere-biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),
@@ -94,6 +132,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-gelu-new": ("bert", {"hidden_act": "gelu_new"}),
 }
 """Family and changes to its sizes."""
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+DEEPSEEK = {**MLA, "n_routed_experts": 6, "moe_intermediate_size": 32, "num_experts_per_tok": 3}
+DEEPSEEK_V2 = {**DEEPSEEK, "n_shared_experts": 2, "first_k_dense_replace": 1}
+DEEPSEEK_V3 = {**DEEPSEEK, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+DEEPSEEK_V3 |= {"num_nextn_predict_layers": 0}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 56}
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 9}
@@ -122,6 +165,28 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention"]}
         | {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "default"}, "swiglu_alpha": 1.1},
     ),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK_V2),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        {**DEEPSEEK_V2, "q_lora_rank": None, "attention_bias": True, "n_group": 1, "topk_group": 1}
+        | {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+        | {"first_k_dense_replace": 0, "routed_scaling_factor": 16.0, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek_v3-yarn": (
+        "deepseek_v3",
+        {**DEEPSEEK_V3, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        {**DEEPSEEK_V3, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1}
+        | {"rope_parameters": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-2},
+    ),
+    "deepseek_v3-dense": ("deepseek_v3", {**DEEPSEEK_V3, "first_k_dense_replace": 3}),
     "olmoe": ("olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe-normalized": (
         "olmoe",
@@ -133,7 +198,8 @@ LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if name == family a
 """Variants of the families that share Llama's block, one each."""
 ROPE_VARIANTS = [name for name in VARIANTS if "rope" in name or "yarn" in name or "dynamic" in name]
 """Models whose context was extended."""
-SIZES = {"gpt": GPT, "bert": BERT}
+LAYER_NORM = {**{key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}, "layer_norm_eps": 1e-5}
+SIZES = {"gpt": GPT, "bert": BERT, "cohere": LAYER_NORM, "stablelm": LAYER_NORM}
 """Sizes of families with other keys than Llama's."""
 
 

@@ -191,6 +191,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.close()
 
     def close(self) -> None:
+        """Close the files, which are opened again if they are read again."""
+        self._open_shards.clear()
         self._stack.close()
 
     @property

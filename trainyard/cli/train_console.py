@@ -20,9 +20,10 @@ from trainyard.run.callbacks import Callback, TrainerView
 SAMPLE_CHARACTERS = 160
 """Length at which the line of a text sample is cut off; samples.jsonl has all of it."""
 
-
 EVENT_SAMPLES = 8
 """Sample indices in the line of an event; events.jsonl has all of them."""
+DIFFERENCE = "log_probs/difference"
+"""Of runs on rollouts: what sampler and trainer compute differently, and how far the weights have moved since."""
 
 
 class ConsoleLogHandler(logging.Handler):
@@ -163,6 +164,7 @@ def log_line(record: dict[str, Any], steps: int) -> str:
         f"global batch {record['global_batch']}",
         f"loss {record['loss']:.6f}",
         *reward_fields(record),
+        *([f"log prob difference {record[DIFFERENCE]:.1e}"] if DIFFERENCE in record else []),
         f"grad norm {record['grad_norm']:.3f}",
         f"param norm {record['param_norm']:.3f}",
         f"{record['tokens_per_second']:.1f} tokens/s",

@@ -43,7 +43,15 @@ from trainyard.compat.inductor import (
     probe_cpu_isa,
     skip_rng_state_of_attention,
 )
-from trainyard.compat.matmul import add_matmul_, grouped_mm, has_fast_bf16_matmul, has_grouped_mm, mm_fp32, scaled_mm
+from trainyard.compat.matmul import (
+    add_matmul_,
+    bmm_to_fp32,
+    grouped_mm,
+    has_fast_bf16_matmul,
+    has_grouped_mm,
+    mm_to_fp32,
+    scaled_mm,
+)
 from trainyard.compat.memory import dump_memory_snapshot, record_memory_history
 from trainyard.compat.optim import foreach_norm, fused_adamw_, has_fused_adamw
 from trainyard.compat.sharding import placement_on_other_mesh

@@ -21,6 +21,9 @@ def check_objective(config: Any) -> None:
         raise ValueError(f"train.loss={train.loss}: train.objective={name} is the loss; nearest: null")
     if name and not family_of(config.model).is_causal:
         raise ValueError(f"train.objective={name}: {config.model.family} writes no answers; nearest: null")
+    if name and config.model.mtp_blocks:
+        blocks = f"model.mtp_layers={len(config.model.mtp_blocks)}"
+        raise ValueError(f"{blocks}: train.objective={name} predicts no further tokens; nearest: 0")
     if not name and data.has_flag("has_pairs"):
         raise ValueError(f"train.objective: missing; data.source={data.source} has pairs; nearest: dpo")
     if not name and data.has_flag("has_prompts"):

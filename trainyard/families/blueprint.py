@@ -61,6 +61,8 @@ class ParamSpec:
     expert-parallel rank holds a range of parts; 0: not of experts."""
     active_experts: int = 0
     """Number of experts that a token uses."""
+    uses: int = 1
+    """Times that the matrix multiplies each of these tokens."""
     tp_gradient: TpGradient = "by_tokens"
     """Gradient of an unsplit parameter on tensor-parallel ranks. by_tokens: of the tokens that a rank holds, which are
     all of them without sequence parallelism; equal: of all tokens on every rank; partial: of a rank's share of the
@@ -102,8 +104,8 @@ class ParamSpec:
 
     @property
     def flops_share(self) -> float:
-        """Share of the matrix that a token multiplies."""
-        return self.active_experts / self.experts if self.experts else 1.0
+        """Share of the matrix that a token multiplies, times how often."""
+        return self.uses * (self.active_experts / self.experts if self.experts else 1.0)
 
     @property
     def matmul_passes(self) -> int:

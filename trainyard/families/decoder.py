@@ -274,11 +274,11 @@ def decoder_hf_format(
     return HfFormat(model_type, architecture, keys, **fields)
 
 
-def read_default_head_dim(data: Mapping[str, Any]) -> dict[str, Any]:
+def read_default_head_dim(data: Mapping[str, Any], rotary_factor: float | None = None) -> dict[str, Any]:
     """RoPE, and the head size of families that leave it out unless it is another one than hidden / heads."""
     head_dim = data.get("head_dim")
     is_default = head_dim is None or head_dim * data["num_attention_heads"] == data["hidden_size"]
-    return {"head_dim": None if is_default else head_dim, **read_rope(data)}
+    return {"head_dim": None if is_default else head_dim, **read_rope(data, rotary_factor)}
 
 
 def write_decoder(c: DecoderConfig) -> dict[str, Any]:

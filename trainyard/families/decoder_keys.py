@@ -1,6 +1,6 @@
 """Keys that some decoders have: biases, the activation of the gate, and windows in some of the layers."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
@@ -39,8 +39,9 @@ class BiasedDecoderConfig(DecoderConfig):
 class WindowedDecoderConfig(DecoderConfig):
     """A decoder with a sliding window in all layers but some."""
 
-    window_period: ClassVar[int] = 2
-    """Every layer of this period but the last one has a window, unless `full_attention_layers` says otherwise."""
+    window_period: ClassVar[int | None] = 2
+    """Every layer of this period but the last one has a window, unless `full_attention_layers` says otherwise; None:
+    all layers have one."""
     sliding_window: PositiveInt | None = None
     """Number of tokens, its own included, that a token attends to at most in layers with a window. Default: all tokens
     before it."""
@@ -51,7 +52,7 @@ class WindowedDecoderConfig(DecoderConfig):
     @property
     def full_layers(self) -> Collection[int]:
         if self.full_attention_layers is None:
-            return range(self.window_period - 1, self.layers, self.window_period)
+            return periodic_layers(self.window_period, self.layers)
         return () if self.full_attention_layers == "none" else parse_layers(self.full_attention_layers, self.layers)
 
     def attention_window(self, layer: int) -> int | None:
@@ -75,22 +76,35 @@ def activation_keys(hf_key: str = "hidden_act", default: str = "silu") -> HfKeyG
     return HfKeyGroup((hf_key,), read, lambda c: {hf_key: ACTIVATION_NAMES[c.activation]})
 
 
-def layer_type_keys(period: int) -> HfKeyGroup:
-    """The key `full_attention_layers` from transformers' `layer_types`; None if they are those of the period."""
+def periodic_layers(period: int | None, layers: int) -> range:
+    """The last layer of each period; None: no layer."""
+    return range(period - 1, layers, period) if period else range(0)
+
+
+def layer_type_keys(period: int | None, period_key: str = "layer_types") -> HfKeyGroup:
+    """The key `full_attention_layers` from transformers' `layer_types`, or from a period where a file has that."""
 
     def read(data: Mapping[str, Any]) -> dict[str, Any]:
         kinds, count = data.get("layer_types"), data["num_hidden_layers"]
+        default = list(periodic_layers(period, count))
         if kinds is None:
-            return {"full_attention_layers": None}
-        if unknown := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
-            raise ValueError(f"layer_types={unknown[0]}: not supported; one of {FULL}, {SLIDING}")
-        if len(kinds) != count:
-            raise ValueError(f"layer_types: {len(kinds)} of them for num_hidden_layers={count}")
-        full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
-        is_default = full == list(range(period - 1, count, period))
-        return {"full_attention_layers": None if is_default else layers_text(full) or "none"}
+            own_period = data.get(period_key) or data.get(f"_{period_key}") or period
+            full = list(periodic_layers(own_period, count))
+        else:
+            full = full_layers_of(kinds, count)
+        return {"full_attention_layers": None if full == default else layers_text(full) or "none"}
 
-    def write(c: Any) -> dict[str, Any]:
-        return {"layer_types": [FULL if layer in c.full_layers else SLIDING for layer in range(c.layers)]}
+    return HfKeyGroup(("layer_types", period_key), read, write_layer_types)
 
-    return HfKeyGroup(("layer_types",), read, write)
+
+def full_layers_of(kinds: Sequence[Any], count: int) -> list[int]:
+    """The layers without a window in a file's `layer_types`."""
+    if unknown := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
+        raise ValueError(f"layer_types={unknown[0]}: not supported; one of {FULL}, {SLIDING}")
+    if len(kinds) != count:
+        raise ValueError(f"layer_types: {len(kinds)} of them for num_hidden_layers={count}")
+    return [layer for layer, kind in enumerate(kinds) if kind == FULL]
+
+
+def write_layer_types(c: WindowedDecoderConfig) -> dict[str, Any]:
+    return {"layer_types": [FULL if layer in c.full_layers else SLIDING for layer in range(c.layers)]}

@@ -71,6 +71,8 @@ class HfNameMap:
     table: dict[str, HfTensor]
     tied: dict[str, str] = field(default_factory=dict)
     """Hugging Face names that repeat another tensor (tied weights): ignored when reading, not written."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """The same of tensors that are written as well."""
 
 
 def _no_values(source: Any) -> dict[str, Any]:

@@ -31,21 +31,28 @@ def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_pre
     if blueprint.tied_head:
         vocab, hidden, head_tokens = blueprint.tied_head
         matmuls += 2 * vocab * hidden * tokens[head_tokens] * blueprint.tied_head_passes
-    family, per_layer = family_of(c), 2 * c.heads * (c.head_size + c.value_size) * seq_len**2
-    layers = Counter(family.visible_keys(c, layer, seq_len) / seq_len for layer in range(c.layers))
-    """Number of layers by the share of the pairs that their mask keeps."""
-    attention = sum(count * per_layer * visible for visible, count in layers.items())
-    return SampleFlops(matmuls + 3.0 * c.layers * per_layer, matmuls + 3.0 * attention)
+    family = family_of(c)
+    last = [c.layers - 1] * len(c.mtp_blocks)  # which are like the last layer
+    layers = Counter((pair_flops(c, i), family.visible_keys(c, i, seq_len)) for i in (*range(c.layers), *last))
+    """Number of layers by the work of a pair, and by how many keys a query sees."""
+    full = sum(count * flops * seq_len**2 for (flops, _), count in layers.items())
+    causal = sum(count * flops * seq_len * visible for (flops, visible), count in layers.items())
+    return SampleFlops(matmuls + 3.0 * full, matmuls + 3.0 * causal)
 
 
 def layer_flops(c: ModelConfig, blueprint: Blueprint, seq_len: int) -> list[float]:
     """Forward FLOP of one sample in each layer, without masked pairs."""
-    family, attention = family_of(c), 2 * c.heads * (c.head_size + c.value_size) * seq_len
+    family = family_of(c)
     return [
         sum(2 * prod(spec.shape) * spec.flops_share * seq_len for spec in _matrices(blueprint, layer))
-        + attention * family.visible_keys(c, layer, seq_len)
+        + pair_flops(c, layer) * seq_len * family.visible_keys(c, layer, seq_len)
         for layer in range(c.layers)
     ]
+
+
+def pair_flops(c: ModelConfig, layer: int) -> int:
+    """Forward FLOP of a query and a key in all heads of a layer: a score, and a value times its weight."""
+    return 2 * c.heads * sum(c.attention_widths(layer))
 
 
 def _matrices(blueprint: Blueprint, layer: int) -> list[ParamSpec]:

@@ -11,7 +11,7 @@ from trainyard.families.linear_wrapper import LinearSection
 Probability = Annotated[float, Field(ge=0, lt=1)]
 TokenIds = Annotated[tuple[int, ...], Strict(False), BeforeValidator(lambda ids: (ids,) if type(ids) is int else ids)]
 NewTokens = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False), ONE_OR_MORE]
-TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
+TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate", "mtp_loss")
 """Keys of the model section that matter to training only, besides dropout and fused matrices."""
 
 
@@ -53,7 +53,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
-        if self.hidden % self.heads and getattr(self, "head_dim", None) is None:
+        is_default = getattr(self, "head_dim", None) is None and self.head_size == self.hidden // self.heads
+        if self.hidden % self.heads and is_default:
             nearest = nearest_divisor(self.heads, self.hidden)
             raise ValueError(f"heads={self.heads}: does not divide hidden={self.hidden}; nearest: {nearest}")
         return self
@@ -87,10 +88,29 @@ class ModelConfig(Section):
         """Number of tokens, its own included, that a token of this layer attends to at most; None: all that it may."""
         return None
 
+    def attention_widths(self, layer: int) -> tuple[int, int]:
+        """Widths of a key and of a value of each head in this layer, for FLOP counts; zeros without attention."""
+        return self.head_size, self.value_size
+
+    def cache_width(self, layer: int, tp: int) -> int:
+        """Numbers that generation keeps of a token in this layer, on each of `tp` ranks."""
+        return max(self.num_kv_heads // tp, 1) * sum(self.attention_widths(layer))
+
     def layer_kind(self, layer: int) -> Hashable:
         """What tells a layer from others. Layers of one kind have the same rows in the blueprint and compute the same,
         so that one of them stands for all where a plan traces."""
         return self.attention_window(layer)
+
+    @property
+    def mtp_blocks(self) -> tuple[str, ...]:
+        """Names of the blocks after the last layer that predict further tokens in training (`families/mtp.py`)."""
+        count = 0 if self.score_head else getattr(self, "mtp_layers", 0)
+        return tuple(f"mtp_{distance}" for distance in range(1, count + 1))
+
+    @property
+    def without_mtp(self) -> Self:
+        """The model that generates."""
+        return self.model_copy(update={"mtp_layers": 0}) if self.mtp_blocks else self
 
     @property
     def num_experts(self) -> int:

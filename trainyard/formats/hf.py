@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import read_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.families.model_config import first_model_difference
+from trainyard.families.mtp import is_later_layer, stored_mtp
 from trainyard.families.registry import hf_names
 from trainyard.formats.format import CheckpointFormat, FormatWriter
 from trainyard.formats.io.async_io import background_fsync, prefetch
@@ -63,6 +65,7 @@ def stored_tensors(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
             slices = out[name].slices if name in out else ()
             how = {"transposed": hf.transposed, "stacked": hf.stacked, "interleaved": hf.interleaved}
             out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), **how)  # type: ignore[arg-type]
+    out |= {copy: replace(out[name], name=copy) for copy, name in hf_names(model).copies.items()}
     check_all_stored(model, out.values(), "its Hugging Face names")
     return tuple(out.values())
 
@@ -96,10 +99,16 @@ class InMemoryWeights:
 def weights_from_tensors(model: models.ModelConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
     """Weights from Hugging Face tensors by name, after a check for missing, unknown and misshapen tensors."""
     hf = models.family_of(model).hf
-    ties, names = hf_names(model).tied, tensors.keys()
+    names = tensors.keys()
     tensors = {hf.current_name(name, names): tensor for name, tensor in tensors.items()}
-    expected = {stored.name: stored for stored in stored_tensors(model)}
-    check_tensors("checkpoint", expected, tensors, lambda name: name in ties or IGNORED_BUFFERS.search(name))
+    model = stored_mtp(model, tensors)
+    repeated = hf_names(model).tied | hf_names(model).copies
+    expected = {stored.name: stored for stored in stored_tensors(model) if stored.name not in repeated}
+
+    def is_ignored(name: str) -> bool:
+        return name in repeated or bool(IGNORED_BUFFERS.search(name)) or is_later_layer(model, name)
+
+    check_tensors("checkpoint", expected, tensors, is_ignored)
     return ShardedWeights(model, ((stored, tensors[name]) for name, stored in expected.items()))
 
 

@@ -62,6 +62,7 @@ FORMAT_DESCRIPTIONS = {"native": "a trainyard checkpoint"} | {each.name: each.de
 
 
 NEW_HEAD_NOTE = f"{SCORE_HEAD} is new, with random values: the weights are those of a model that predicts tokens"
+NEW_MTP_NOTE = "the blocks of model.mtp_layers are new, with random values: the weights have none"
 MEAN_ROWS = 8192
 """Rows of an embedding that are summed at a time."""
 
@@ -189,6 +190,8 @@ def open_weights(
     if model is None and not found.stores_model:
         model = _model_from_nearby_config(path)
     weights = found.open(path, model, hints or {})
+    if model and model.mtp_blocks != weights.model.mtp_blocks:
+        return OpenedCheckpoint(found.name, AddedParameters(weights, model, seed), (*weights.notes, NEW_MTP_NOTE))
     return OpenedCheckpoint(found.name, weights, weights.notes, found.open_state(path, weights.model, hints or {}))
 
 
@@ -231,11 +234,15 @@ def _open_native(
         stored_model = stored_model.without_wrappers
     if stored_model and not checkpoint.model.score_head:
         stored_model = stored_model.without_score_head
+    if stored_model and not checkpoint.model.mtp_blocks:
+        stored_model = stored_model.without_mtp
     if stored_model and (difference := first_model_difference(checkpoint.model, stored_model)):
         key, stored, expected = difference
         raise UserError(f"model.{key}={expected}: {location} has {stored}")
     if model and stored_model is not model:
-        notes = (NEW_HEAD_NOTE,) if model.score_head and not checkpoint.model.score_head else ()
+        new = {NEW_HEAD_NOTE: model.score_head and not checkpoint.model.score_head}
+        new[NEW_MTP_NOTE] = bool(model.mtp_blocks and not checkpoint.model.mtp_blocks)
+        notes = tuple(note for note, is_new in new.items() if is_new)
         return OpenedCheckpoint("native", AddedParameters(checkpoint, model, seed), notes)
     has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
     return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)

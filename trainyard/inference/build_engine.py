@@ -15,12 +15,13 @@ from trainyard.devices import Device
 from trainyard.families.blueprint import ParamSpec
 from trainyard.inference.adapters import AdaptedLinear, AdapterStack
 from trainyard.inference.cached_attention import CachedAttention, CacheSize, CacheState, cache_length
+from trainyard.inference.cached_latent_attention import CachedLatentAttention
 from trainyard.inference.engine import Engine
 from trainyard.kernels.fp8_linear import Fp8Matrix
 from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.kernels.nf4 import Nf4Matrix
 from trainyard.models import ModelConfig, assign_parameters, blueprint_of, build_model, store_weights
-from trainyard.models.layers import CoreAttention
+from trainyard.models.layers import CoreAttention, LatentAttention
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.process_group import Group
@@ -57,6 +58,13 @@ class InferenceFactory(ModuleFactory):
             return super()._attention(heads, kv_heads, causal, *arguments)
         return CachedAttention(self.size, self.state, heads, kv_heads, causal, *arguments)
 
+    def latent_attention(
+        self, heads: int, latent_size: int, key_size: int, value_size: int, site: str, scale: float | None = None
+    ) -> LatentAttention:
+        axes = self.tp, self.cp, self.kernels
+        core = super()._attention(heads, heads, True, 0.0, site, *axes, None, scale)
+        return CachedLatentAttention(self.size, self.state, core, latent_size, key_size, value_size)
+
 
 def build_engine(
     config: ModelConfig,
@@ -74,6 +82,7 @@ def build_engine(
     """The engine of one tensor-parallel rank. `existing` has parameters by name that another model shares with it, and
     `stored` those that it keeps in 4 or 8 bits; `make_parameter` makes the others. `adapters` are those that sequences
     may use. `batch_invariant` gives a sequence the same bits whatever else is in the batch."""
+    config = config.without_mtp
     if batch_invariant:
         check_invariance(config, tp.size, compiled, shape.fp8_weights)
     check_memory(config, device, tp.size, shape, bool(existing), batch_invariant)
@@ -122,12 +131,13 @@ def _is_linear_weight(spec: ParamSpec) -> bool:
 def cache_bytes(
     config: ModelConfig, tp: int, slots: int, max_seq_len: int, itemsize: int, batch_invariant: bool
 ) -> int:
-    """Bytes of the keys and values that an engine keeps on each rank."""
-    windows = [None if batch_invariant else config.attention_window(layer) for layer in range(config.layers)]
-    lengths = [cache_length(window, max_seq_len + 1) for window in windows]
-    tokens = sum(length * (1 if length > max_seq_len else 2) for length in lengths)  # a ring comes with a copy
-    heads = max(config.num_kv_heads // tp, 1)
-    return slots * tokens * heads * (config.head_size + config.value_size) * itemsize
+    """Bytes of what an engine keeps of tokens on each rank: keys and values, or latents."""
+    numbers = 0
+    for layer in range(config.layers):
+        length = cache_length(None if batch_invariant else config.attention_window(layer), max_seq_len + 1)
+        copies = 1 if length > max_seq_len else 2  # a ring comes with a copy
+        numbers += copies * length * config.cache_width(layer, tp)
+    return slots * numbers * itemsize
 
 
 def check_memory(

@@ -54,7 +54,21 @@ def cache_length(window: int | None, max_seq_len: int) -> int:
     return window if window and 2 * window < max_seq_len else max_seq_len
 
 
-class CachedAttention(CoreAttention):
+class LayerCache:
+    """What the engine knows about a layer that keeps something of the tokens of every slot."""
+
+    max_seq_len: int
+    reads_lengths = False
+    """True if a decode step reads only what each slot has, without a bound on the visible positions."""
+    is_ring = False
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        """Tensors [slots, groups, positions, ...]."""
+        raise NotImplementedError
+
+
+class CachedAttention(CoreAttention, LayerCache):
     """Stores the keys and values of new tokens, and attends to all tokens of their sequences. With a window, the cache
     is a ring as long as the window: token p is at p modulo its length."""
 
@@ -66,12 +80,17 @@ class CachedAttention(CoreAttention):
         super().__init__(heads, kv_heads, *arguments)
         tp = arguments[3]
         first, end = head_range(kv_heads, tp.size, tp.rank)
+        self.reads_lengths = self.kernels.has_decode_attention
         self.state, groups = state, heads // tp.size if self.uneven_kv else end - first
         length = size.length(self.window)
         self.max_seq_len, self.is_ring = size.max_seq_len, length < size.max_seq_len
         for name, width in (("k_cache", size.head_size), ("v_cache", size.value_size)):
             shape = (size.slots, groups, length, width)
             self.register_buffer(name, torch.zeros(shape, dtype=size.dtype, device=size.device), persistent=False)
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        return self.k_cache, self.v_cache
 
     def forward(
         self,
@@ -84,8 +103,7 @@ class CachedAttention(CoreAttention):
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
-            caches = self.k_cache, self.v_cache
-            inputs = (q_BHTK, k_BGTK, v_BGTK, *caches, lengths, visible, self.window)
+            inputs = (q_BHTK, k_BGTK, v_BGTK, *self.caches, lengths, visible, self.window)
             return self.kernels.decode_attention(*inputs, self.scores)
         return self._prefill(q_BHTK, k_BGTK, v_BGTK)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainyard import compat
 from trainyard.devices import Device
-from trainyard.inference.cached_attention import CachedAttention, CacheState
+from trainyard.inference.cached_attention import CacheState, LayerCache
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import Sampler, StepNeeds, token_logprobs
 from trainyard.models import Batch, TransformerStage
@@ -112,9 +112,9 @@ class Engine:
         """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
         graph for each shape."""
         self.model, self.state, self.device = model, state, device
-        self._attention = [module for module in model.modules() if isinstance(module, CachedAttention)]
-        self.num_slots, self.max_seq_len = state.lengths.shape[0], self._attention[0].max_seq_len - 1
-        self.has_rings = any(module.is_ring for module in self._attention)
+        self._layers = [module for module in model.modules() if isinstance(module, LayerCache)]
+        self.num_slots, self.max_seq_len = state.lengths.shape[0], self._layers[0].max_seq_len - 1
+        self.has_rings = any(module.is_ring for module in self._layers)
         """A ring keeps the last tokens only: a prompt begins with another one's if `keep_state` was called there."""
         handle = device.torch_device
         self.lengths = state.lengths
@@ -129,7 +129,7 @@ class Engine:
         """Slots that are free, of which the device has not been told."""
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
-        self.kernels = self._attention[0].kernels
+        self.kernels = model.kernels
         self.compute_logits: Callable[[Tensor, Tensor, int], Tensor] = self._decode_logits
         if compiled:
             compat.allow_recompiles(MAX_GRAPHS)
@@ -159,15 +159,14 @@ class Engine:
     def _caches(self) -> list[tuple[Tensor, Tensor]]:
         """The caches that are no rings, each with a copy of the first position of free slots: a decode step leaves its
         token there."""
-        modules = [module for module in self._attention if not module.is_ring]
-        caches = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
+        caches = [cache for layer in self._layers if not layer.is_ring for cache in layer.caches]
         return [(cache, torch.zeros_like(cache[:, :, 0])) for cache in caches]
 
     @functools.cached_property
     def _rings(self) -> list[tuple[Tensor, Tensor]]:
         """The caches that are rings, each with a copy of what they were after the tokens of a slot that are kept."""
-        modules = [module for module in self._attention if module.is_ring]
-        return [(cache, torch.zeros_like(cache)) for module in modules for cache in (module.k_cache, module.v_cache)]
+        layers = [layer for layer in self._layers if layer.is_ring]
+        return [(cache, torch.zeros_like(cache)) for layer in layers for cache in layer.caches]
 
     @torch.inference_mode()
     def keep_state(self, slot: int) -> None:
@@ -259,7 +258,7 @@ class Engine:
         self._publish()
         rows = min(_next_power_of_two(rows), self.num_slots)
         visible = self.max_seq_len + 1
-        if not self.kernels.has_decode_attention:
+        if not all(layer.reads_lengths for layer in self._layers):
             visible = min(_round_up(longest + 1), visible)
         # A kernel that reads the lengths itself needs no bound on them, so its steps differ in the rows only.
         variant = DecodeVariant(rows, visible, needs)

@@ -14,7 +14,7 @@ from trainyard import compat
 
 @torch.library.custom_op("trainyard::mm_fp32", mutates_args=())
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    return compat.mm_fp32(a, b)
+    return compat.mm_to_fp32(a, b)
 
 
 @mm_fp32.register_fake

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.compat import bmm_to_fp32
 from trainyard.core.counter_rng import DropoutRng, element_bits
 from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
 from trainyard.kernels.frozen_linear import FrozenMatrix, frozen_linear
@@ -191,6 +192,20 @@ class Kernels:
             grouped = q_BHTK.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(q_BHTK, k, v, past, scale=scores.scale, enable_gqa=grouped)
         return cached_attention(q_BHTK, k, v, past, scores)
+
+    def decode_latent_attention(
+        self, q_BHC: Tensor, c_BTC: Tensor, latents: Tensor, lengths: Tensor, visible: int, latent_size: int,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Attention of one new token of each slot over latents [slots, 1, S, C], of which the first `latent_size`
+        columns are also the values. The new latent is written behind the slot's others; [B, H, latent_size]."""
+        slot = torch.arange(len(q_BHC), device=lengths.device)
+        latents[slot, 0, lengths] = c_BTC[:, 0]
+        c_BSC = latents[: len(q_BHC), 0, :visible]
+        hidden = ~visible_tokens(latents.shape[2], visible, lengths, None)
+        score_BHS = bmm_to_fp32(q_BHC, c_BSC.transpose(1, 2)) * scale
+        weight_BHS = score_BHS.masked_fill(hidden[:, None], -torch.inf).softmax(-1).to(c_BSC.dtype)
+        return weight_BHS @ c_BSC[..., :latent_size]
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """The log-probabilities of rows of fp32 logits [M, V]."""

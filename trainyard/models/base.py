@@ -72,7 +72,7 @@ class TransformerStage(nn.Module):
 
     def __init__(self, make: ModuleFactory, vocab_size: int) -> None:
         super().__init__()
-        self.vocab_size, self.tp, self.cp = vocab_size, make.tp, make.cp
+        self.vocab_size, self.tp, self.cp, self.kernels = vocab_size, make.tp, make.cp, make.kernels
         self.is_first = self.is_last = True
         self.max_seq_len = 0
         """Longest sequence of a packed batch; whoever packs batches sets it before the first one."""
@@ -86,6 +86,11 @@ class TransformerStage(nn.Module):
         self.register_buffer("noise_site", dropout_site("embedding.noise"), persistent=False)
         self.register_buffer("tp_rank", torch.tensor(self.tp.rank, dtype=torch.int32), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """What is recomputed, compiled and sharded as a unit: the layers, and other blocks that a family has."""
+        return list(self.layers.children())
 
     def block_inputs(self, batch: Batch) -> tuple[Any, ...]:
         """The arguments that every block takes besides the activations."""

@@ -3,7 +3,8 @@
 B batch, T tokens, D hidden, H heads, G kv heads, K head size, F ffn.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -111,11 +112,13 @@ def make_mlp(c: DecoderConfig, make: ModuleFactory, name: str) -> LlamaMLP | Moe
 
 
 class LlamaBlock(nn.Module):
+    attention_class: ClassVar[Callable[..., nn.Module]] = LlamaAttention
+
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.residual_scale, self.parallel = c.style.residual_scale, c.style.parallel
         self.attention_norm = make.decoder_norm(f"{name}.attention_norm", c) or ResidualSum()
-        self.attention = LlamaAttention(c, make, f"{name}.attention")
+        self.attention = self.attention_class(c, make, f"{name}.attention")
         self.attention_output_norm = make.decoder_norm(f"{name}.attention_output_norm", c)
         self.mlp_norm = make.decoder_norm(f"{name}.mlp_norm", c) or ResidualSum()
         self.mlp = make_mlp(c, make, f"{name}.mlp")
@@ -138,13 +141,15 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(TransformerStage):
+    block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
+
     def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
         self.style = c.style
         self.positions = PositionTables(c.ropes, make.kernels)
         self.static_length = self.positions.static_length
         self.embedding = make.vocab_embedding("embedding")
-        self.layers = make.blocks(lambda name: LlamaBlock(c, make, name))
+        self.layers = make.blocks(lambda name: self.block_class(c, make, name))
         self.norm = make.decoder_norm("norm", c)
         self.output = make.head(self, c.tie_embeddings)
 

@@ -18,6 +18,7 @@ from trainyard.models.layers import (
     CoreAttention,
     Dropout,
     Embedding,
+    LatentAttention,
     LayerNorm,
     Linear,
     OutputProjection,
@@ -145,3 +146,10 @@ class ModuleFactory:
     def _attention(self, *arguments: Any) -> CoreAttention:
         """From the arguments of `CoreAttention`."""
         return CoreAttention(*arguments)
+
+    def latent_attention(
+        self, heads: int, latent_size: int, key_size: int, value_size: int, site: str, scale: float | None = None
+    ) -> LatentAttention:
+        """Attention of queries over latents, from which the module makes keys and values."""
+        core = self.core_attention(heads, heads, True, 0.0, site, scale=scale)
+        return LatentAttention(core, latent_size, key_size, value_size)

@@ -34,6 +34,11 @@ class ModelOutput:
     soft_cap: float | None = None
     """Bound c of the logits x, which are c tanh(x / c)."""
 
+    further: "tuple[tuple[ModelOutput, Tensor], ...]" = ()
+    """Predictions of tokens further ahead, each with its labels (multi-token prediction)."""
+    further_weight: float = 0.0
+    """Weight of their mean loss."""
+
     @property
     def hidden(self) -> Tensor:
         """[..., D]: every token of a causal model, the masked positions of BERT. For work that all ranks repeat."""

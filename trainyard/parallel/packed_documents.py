@@ -1,5 +1,5 @@
-"""Attention within the documents of packed samples by a variable-length kernel: it computes no score between documents,
-where a mask would compute all and hide most.
+"""Attention within the documents of packed samples, or in a sliding window, by a variable-length kernel: it computes no
+score that is hidden, where a mask would compute all and hide most.
 
 The kernel takes one row of sequences and where they start. Documents are numbered tokens, and how many there are is
 known on the device only; a bound, which the host knows, gives the starts a static shape.
@@ -30,13 +30,13 @@ def sequence_starts(documents_BT: Tensor, max_documents: int) -> Tensor:
 
 
 def forward(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, documents_BT: Tensor, max_documents: int, window: int,
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, documents_BT: Tensor | None, max_documents: int, window: int,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, with the memory layout of q in `ring_attention`, and log-sum-exp [B, H, T]."""
     (B, H, T, K), V = q_BHTK.shape, v_BGTV.shape[3]
     q_NHK, k_NGK, v_NGK = (_rows(x) for x in (q_BHTK, k_BGTK, compat.pad_columns(v_BGTV, K)))
-    starts = sequence_starts(documents_BT, max_documents)
+    starts = _starts(q_BHTK, documents_BT, max_documents)
     out_NHK, lse_HN = compat.varlen_flash(q_NHK, k_NGK, v_NGK, starts, T, window, scores.scale_of(K))
     # Copies: an operator may not return a view of one layout where its rule says another.
     out_BHTV, lse_BHT = _samples(out_NHK[..., :V].contiguous(), B), lse_HN.view(H, B, T).transpose(0, 1).contiguous()
@@ -46,15 +46,23 @@ def forward(
 
 def backward(
     dout_BHTV: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, out_BHTV: Tensor, lse_BHT: Tensor,
-    documents_BT: Tensor, max_documents: int, window: int, scores: AttentionScores,
+    documents_BT: Tensor | None, max_documents: int, window: int, scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, _, T, K), V = q_BHTK.shape, v_BGTV.shape[3]
     dout, v, out = (_rows(compat.pad_columns(x, K)) for x in (dout_BHTV, v_BGTV, out_BHTV))
     lse_HN = lse_BHT.transpose(0, 1).reshape(-1, B * T)
-    starts, scale = sequence_starts(documents_BT, max_documents), scores.scale_of(K)
+    starts, scale = _starts(q_BHTK, documents_BT, max_documents), scores.scale_of(K)
     q, k = _rows(q_BHTK), _rows(k_BGTK)
     dq, dk, dv = compat.varlen_flash_backward(dout, q, k, v, out, lse_HN, starts, T, window, scale)
     return _samples(dq, B), _samples(dk, B), _samples(dv[..., :V].contiguous(), B)
+
+
+def _starts(q_BHTK: Tensor, documents_BT: Tensor | None, max_documents: int) -> Tensor:
+    """Those of documents, or of samples without any."""
+    B, _, T, _ = q_BHTK.shape
+    if documents_BT is not None:
+        return sequence_starts(documents_BT, max_documents)
+    return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q_BHTK.device)
 
 
 def _rows(x_BHTK: Tensor) -> Tensor:

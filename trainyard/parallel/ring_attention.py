@@ -60,6 +60,13 @@ class KeyChunk(NamedTuple):
 
 def forward(ring: Group, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Output [B, H, T, V] of the local queries over all keys, and its fp32 log-sum-exp [B, H, T]."""
+    if ring.size == 1:  # one block
+        (chunk,) = _key_chunks(ring, k_BGTK, v_BGTV, spec)
+        mask = _block_mask(chunk.blocks[0], chunk, spec)
+        out_BHTV, lse_BHT = blocks.forward(q_BHTK, k_BGTK, v_BGTV, spec.causal, mask, spec.scores)
+        lse_BHT = lse_BHT.contiguous()
+        blocks.add_sinks(out_BHTV, lse_BHT, spec.scores)
+        return _token_major(out_BHTV, q_BHTK.dtype), lse_BHT
     out_BHTV = torch.empty((*q_BHTK.shape[:3], v_BGTV.shape[3]), dtype=torch.float32, device=q_BHTK.device)
     lse_BHT = torch.empty(q_BHTK.shape[:3], dtype=torch.float32, device=q_BHTK.device)
     for chunk in _key_chunks(ring, k_BGTK, v_BGTV, spec):
@@ -89,6 +96,12 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the local q, k and v, summed in fp32. `out` and `lse` are the results of `forward`."""
+    if ring.size == 1:
+        (chunk,) = _key_chunks(ring, k_BGTK, v_BGTV, spec)
+        inputs = (dout_BHTV, q_BHTK, k_BGTK, v_BGTV, out_BHTV, lse_BHT)
+        mask = _block_mask(chunk.blocks[0], chunk, spec)
+        dq, dk, dv = blocks.backward(*inputs, spec.causal, mask, spec.scores)
+        return _token_major(dq, q_BHTK.dtype), _token_major(dk, k_BGTK.dtype), _token_major(dv, v_BGTV.dtype)
     dq_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
     receive: Callable[[], list[Tensor]] | None = None
     local_grads: list[Tensor] = []
@@ -160,7 +173,9 @@ def _block_mask(block: blocks.AttentionBlock, chunk: KeyChunk, spec: AttentionSp
 
 
 def _token_major(x_BHTK: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy that is [B, T, H, K] in memory, so that the matmuls next to attention can view it as [B, T, H * K]."""
+    """x as [B, T, H, K] in memory, so that the matmuls next to attention can view it as [B, T, H * K]."""
+    if x_BHTK.dtype == dtype and x_BHTK.transpose(1, 2).is_contiguous():
+        return x_BHTK
     return _empty_token_major(x_BHTK, dtype, x_BHTK.shape[3]).copy_(x_BHTK)
 
 
@@ -192,7 +207,7 @@ def context_attention(
     `ContextAxis`; `scale`, `soft_cap` and `sinks` are `AttentionScores`."""
     q, k, v = (_contiguous_last_dim(x) for x in (q, k, v))
     scores = AttentionScores(scale, soft_cap, sinks)
-    if documents is not None and _has_varlen_kernel(q, v, p, size, causal, max_documents, soft_cap):
+    if _has_varlen_kernel(q, v, documents, p, size, causal, window, max_documents, soft_cap):
         return packed_documents.forward(q, k, v, documents, max_documents, window, scores)
     return forward(_ring(group, size), q, k, v, _spec(method, causal, window, documents, p, rng_tensors, scores))
 
@@ -222,7 +237,7 @@ def context_attention_backward(
     dout, q, k, v = (_contiguous_last_dim(x) for x in (dout, q, k, v))
     scores = AttentionScores(scale, soft_cap, sinks)
     d_sinks = blocks.sink_gradient(dout, out, lse, scores)
-    if documents is not None and _has_varlen_kernel(q, v, p, size, causal, max_documents, soft_cap):
+    if _has_varlen_kernel(q, v, documents, p, size, causal, window, max_documents, soft_cap):
         inputs = (dout, q, k, v, out, lse, documents)
         return *packed_documents.backward(*inputs, max_documents, window, scores), d_sinks
     spec = _spec(method, causal, window, documents, p, rng_tensors, scores)
@@ -230,10 +245,13 @@ def context_attention_backward(
 
 
 def _has_varlen_kernel(
-    q: Tensor, v: Tensor, p: float, size: int, causal: bool, max_documents: int, soft_cap: float | None
-) -> bool:
+    q: Tensor, v: Tensor, documents: Tensor | None, p: float, size: int, causal: bool, window: int, max_documents: int,
+    soft_cap: float | None,
+) -> bool:  # fmt: skip
+    """True if one kernel skips what documents or windows hide."""
     is_plain = size == 1 and causal and not p and soft_cap is None and v.shape[-1] <= q.shape[-1]
-    return is_plain and max_documents > 0 and compat.has_varlen_flash(q)
+    has_starts = max_documents > 0 if documents is not None else window > 0
+    return is_plain and has_starts and compat.has_varlen_flash(q)
 
 
 def _ring(name: str, size: int) -> Group:
@@ -321,7 +339,7 @@ def _forward_workspace(
 ) -> int:  # fmt: skip
     """fp32 outputs of all blocks and of one, and keys and values of other ranks."""
     received = 0 if size == 1 else (k.nbytes + v.nbytes) * (size + 1 if method == "all_gather" else 2)
-    outputs = 2 * 4 * q.shape[:3].numel() * v.shape[3]
+    outputs = (1 if size == 1 else 2) * 4 * q.shape[:3].numel() * v.shape[3]
     return outputs + received + _tile_bytes(q, documents, p, size, causal, window, soft_cap)
 
 

@@ -102,7 +102,8 @@ def _saver(trainer: BuiltTrainer) -> Sequence[Part]:
     data_files: Fingerprints = fingerprint_data(config.data) if mesh.layout_rank == 0 else {}
     if config.checkpoint.memory_every:
         data_files = mesh.broadcast_object(lambda: data_files, trainer.context.device)
-    writer = StateWriter(config, run, trainer.context, trainer.optimizer, data_files, trainer.base)
+    tensors = trainer.batch_source.rank_tensors
+    writer = StateWriter(config, run, trainer.context, trainer.optimizer, data_files, trainer.base, tensors)
     storage = open_storage(config.checkpoint.directory or run.path / "checkpoints")
     return (Saver(writer, storage, partial(trainer.notify, "on_checkpoint"), trainer.spans, trainer.model_files),)
 

@@ -25,10 +25,7 @@ def prepare_reference(run: TrainSetup, directory: Path) -> None:
     that it continues, from the cache of an earlier run that started from the same weights, or from the model, which is
     the reference until the first update."""
     loss = run.loss_fn
-    if not isinstance(loss, PairLoss) or not loss.needs_reference:
-        return
-    if loss.options.get("reference") == "live":
-        run.runner.add_reference, loss.add_live_scores = None, LiveReference(FrozenWeights(run).in_place)
+    if prepare_live_reference(run) or not isinstance(loss, PairLoss) or not loss.needs_reference:
         return
     files = [directory / REFERENCE_FILE]
     if key := _weights_key(run):
@@ -56,6 +53,15 @@ def prepare_reference(run: TrainSetup, directory: Path) -> None:
     if len(known.keys) > before or not files[0].exists():
         save()
     run.runner.add_reference = known.attach
+
+
+def prepare_live_reference(run: TrainSetup) -> bool:
+    """Let each step compute the scores of the reference, if the run wants that."""
+    loss = run.loss_fn
+    if not isinstance(loss, PairLoss) or not loss.is_live:
+        return False
+    run.runner.add_reference, loss.add_live_scores = None, LiveReference(FrozenWeights(run).in_place)
+    return True
 
 
 def _read(files: list[Path]) -> ReferenceScores:

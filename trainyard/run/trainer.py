@@ -47,7 +47,7 @@ class Trainer(TrainSetup):
                 atomic_write_text(directory / "config.yaml", dump(config))
                 write_training_texts(directory, config, self.loader)
             prepare_reference(self, directory)
-            self.batch_source = prepare_rollouts(self, directory) or self.loader
+            self.batch_source = prepare_rollouts(self) or self.loader
             closing_parts, start = build_parts(self), time.perf_counter()
             with self.stop_signal.handle_signals(), closing_parts:
                 for part in self.parts:

@@ -92,7 +92,9 @@ def build_loss(
         objective = OBJECTIVES.find(train.objective)
         loss: Loss = objective(head_loss, *(getattr(config, section) for section in objective.sections))
         return loss
-    return make_loss(named, head_loss)
+    loss = make_loss(named, head_loss)
+    loss.configure(config.model)
+    return loss
 
 
 def fp8_layers(precision: PrecisionSection, layers: int) -> models.Fp8Layers | None:
@@ -235,7 +237,7 @@ def wrap_blocks(
     if num_lengths > 1:
         compat.allow_recompiles(GRAPHS_PER_LENGTH * num_lengths)
     for model in stages:
-        apply_recompute(list(model.layers.children()), recompute, compiled=bool(options))
+        apply_recompute(model.blocks, recompute, compiled=bool(options))
         if options:
             compile_embedding = not device.synchronous and mesh.tp.size == 1
             compile_model(model, options, compile_mode, padding_free, compile_embedding)

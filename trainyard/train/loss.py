@@ -13,7 +13,7 @@ from trainyard.families.family import LOSSES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainyard.models import Batch, ModelOutput
+    from trainyard.models import Batch, ModelConfig, ModelOutput
     from trainyard.train.micro_batches.runner import MicroBatchRunner
 
 LossTerms = dict[str, "tuple[Tensor, Tensor]"]
@@ -44,6 +44,9 @@ class Loss:
 
             head_loss = chunked_cross_entropy
         self.head_loss: HeadLoss = head_loss
+
+    def configure(self, model: "ModelConfig") -> None:
+        """Learn what outputs of this model have, before anything asks for names."""
 
     def prepare(self, runner: "MicroBatchRunner", batches: "list[Batch]", rng_key: "Tensor") -> None:
         """Compute what the loss of any micro batch needs of all of them; `batches` are those of this rank on the

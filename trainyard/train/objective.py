@@ -4,7 +4,7 @@ No torch at the top: configurations name an objective, and ask it whether its op
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from trainyard.config.preference_schema import SampleKind
 from trainyard.core.section import Section
@@ -12,6 +12,19 @@ from trainyard.train.loss import HeadLoss, Loss
 
 if TYPE_CHECKING:
     from trainyard.models import Batch
+
+
+class Preparation(NamedTuple):
+    """What an objective computes and sends in `prepare`, before the step's own passes, and keeps for that."""
+
+    keeps_weights: bool = False
+    """A copy of the trained weights of step 0."""
+    forward_passes: int = 0
+    """Over the whole batch."""
+    summed: int = 0
+    """Values that are summed over all ranks."""
+    gathered: int = 0
+    """Values of each pair that all ranks get."""
 
 
 class Objective(Loss):
@@ -38,6 +51,10 @@ class Objective(Loss):
     def sample_kind(cls, options: Section) -> SampleKind:
         """What it needs of pairs, with these options."""
         return cls.kind
+
+    def preparation(self) -> Preparation:
+        """What `prepare` takes, for plans."""
+        return Preparation()
 
     def stand_in(self, batch: "Batch") -> "Batch":
         """The batch with numbers that a run computes otherwise. They depend on nothing but the sample, for steps that

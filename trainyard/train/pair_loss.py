@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.train.loss import LossTerms
-from trainyard.train.objective import Objective
+from trainyard.train.objective import Objective, Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +73,14 @@ class PairLoss(Objective):
         if not self.needs_reference:
             return batch
         return {**batch, "reference_scores": -64 - (batch["pair_keys"] % 64).float()}
+
+    @property
+    def is_live(self) -> bool:
+        """The scores of its reference are computed at each step."""
+        return self.needs_reference and self.options.get("reference") == "live"
+
+    def preparation(self) -> Preparation:
+        return Preparation(keeps_weights=self.is_live, forward_passes=int(self.is_live))
 
     def prepare(self, runner: "MicroBatchRunner", batches: "list[Batch]", rng_key: "Tensor") -> None:
         if self.add_live_scores:

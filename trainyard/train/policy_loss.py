@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.train.loss import HeadLoss, LossTerms
-from trainyard.train.objective import Objective
+from trainyard.train.objective import Objective, Preparation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +48,12 @@ class PolicyLoss(Objective):
 
     def advantages(self, rewards: "Tensor") -> "Tensor":
         """What each completion is worth [prompts, completions], from the rewards of a batch of rollouts. NaN: no
-        reward applies to it, so it neither counts nor trains."""
+        reward applies to it. Nothing is compared with it, and it is worth 0: it still counts in the mean of the loss,
+        and its divergence from the reference trains."""
         raise NotImplementedError
+
+    def preparation(self) -> Preparation:
+        return Preparation(keeps_weights=bool(self.kl))
 
     def stand_in(self, batch: "Batch") -> "Batch":
         samples, tokens = batch["sample_ids"].float(), batch["tokens"]
@@ -64,10 +68,13 @@ class PolicyLoss(Objective):
         }
 
     def label_counts(self, batch: "Batch") -> "list[Tensor]":
-        weights = self.token_weights(batch["labels"])
+        return [self._count(self.token_weights(batch["labels"]))]
+
+    def _count(self, weights: "Tensor") -> "Tensor":
+        """Of tokens with these weights, what the loss is divided by: tokens, or completions."""
         if self.options.get("average") == "tokens":
-            return [weights.sum()]
-        return [weights.new_tensor(float(len(weights)))]
+            return weights.sum()
+        return weights.new_tensor(float(len(weights)))
 
     def token_weights(self, labels: "Tensor") -> "Tensor":
         """How much each token counts [B, T], in units of `label_counts`."""
@@ -97,14 +104,15 @@ class PolicyLoss(Objective):
             # An estimate that is never negative, and by the ratio unbiased under the weights of now.
             divergence = ratios * (difference.exp() - difference - 1)
             losses, values["kl"] = losses + self.kl * divergence, divergence.detach()
-        (count,), tokens = self.label_counts(batch), is_label.sum().float()
+        weights, tokens = self.token_weights(labels), is_label.sum().float()
+        count = self._count(weights)
         terms = {name: (value.where(is_label, 0.0).sum(), tokens) for name, value in values.items()}
         stats, samples = batch["completion_stats"], count.new_tensor(float(len(labels)))
         for column, name in enumerate(self.stat_names):
             known = ~stats[:, column].isnan()  # a reward may not apply
             terms[name] = (stats[:, column].where(known, 0.0).sum(), known.sum().float())
         terms["completions/length"] = (tokens, samples)
-        return {**terms, "policy": ((losses * self.token_weights(labels)).where(is_label, 0.0).sum(), count)}
+        return {**terms, "policy": ((losses * weights).where(is_label, 0.0).sum(), count)}
 
     def ratios(self, log_ratios: "Tensor", is_label: "Tensor") -> "Tensor":
         """Logarithms of the ratios that weigh each token [B, T]."""

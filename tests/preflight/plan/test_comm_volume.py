@@ -120,20 +120,26 @@ def traced(recipe: str, rank: int, micro_batches: int | None, *overrides: str) -
             trainer.train_step(batch, 1, config.optimizer.lr)
             trainer.optimizer.wait_for_weights()  # new weights travel while the next step begins
         if device is None:  # except for the vote on shapes, nothing waits for the device
-            assert counter.host_reads == (config.layout.pp > 1) * SHAPE_VOTE * len(trainer.models)
+            votes = (config.layout.pp > 1) * SHAPE_VOTE * len(trainer.models)
+            assert counter.host_reads == votes * count_votes(config)
         return counter.counts
+
+
+def count_votes(config: Config) -> int:
+    """Stages vote before the first pass, and again before the first one with backward."""
+    return 1 + bool(PlannedRun(config, layout_of(config), DEVICES.find("cpu")).preparation.forward_passes)
 
 
 def planned(config: Config, rank: int) -> MessageCounts:
     """Planned messages of the first step: those of every step, and the vote of neighboring stages."""
     layout = layout_of(config)
-    counts = step_messages(PlannedRun(config, layout, DEVICES.find("cpu")), rank)
+    counts, votes = step_messages(PlannedRun(config, layout, DEVICES.find("cpu")), rank), count_votes(config)
     pp = layout.coords(rank)["pp"]
     for stage in layout.stages_on(pp):
         neighbors = (stage.index - 1,) * (not stage.is_first) + (stage.index + 1,) * (not stage.is_last)
         for peer in map(layout.stage_owner, neighbors):
             for kind in ("send", "receive") if peer != pp else ():
-                counts[Message("pp", layout.pp, kind, "int32" if SHAPE_VOTE else "float32", 4, peer)] += 1
+                counts[Message("pp", layout.pp, kind, "int32" if SHAPE_VOTE else "float32", 4, peer)] += votes
     return counts
 
 
@@ -181,6 +187,13 @@ MIXED = MOE.replace("model.layers=2", "model.layers=6") + (
     " model.family=tests.support.two_kinds:FAMILY model.dense_ffn=768 model.window=32 model.top_k=2"
 )
 """Two dense layers, then four with experts; every other layer has a window."""
+
+
+PAIRS = "data.source=preference train.objective"
+PROMPTS = (
+    "data.source=prompts train.objective=grpo rollout.rewards=[trainyard.run.rollouts.rewards:exact] "
+    "rollout.completions=2 rollout.max_new_tokens=32"
+)
 
 
 def freeze(pattern: str) -> str:
@@ -256,10 +269,27 @@ SMALL_CASES: list[Case] = [
             f"layout.tp=4 layout.pp=2 model.layers=4 layout.zero=1 {freeze('embedding|norm|down')}",
         ),
         ("gpt3-6.7b", OTHER, 1, f"layout.tp=2 layout.zero=2 {freeze('weight')}"),
-        ("tiny-llama", LLAMA, 1, "layout.tp=2 layout.cp=2 layout.zero=1 train.objective=orpo data.source=preference"),
+        ("tiny-llama", LLAMA, 1, f"layout.tp=2 layout.cp=2 layout.zero=1 {PAIRS}=orpo"),
         ("mixtral-8x7b", MOE, 5, f"layout.ep=2 layout.pp=2 layout.zero=3 {freeze('experts|embedding')}"),
     )
 ]
+OBJECTIVE_CASES: list[Case] = [
+    (recipe, rank, 4 if "layout.pp" in layout else 2, *f"{base} {layout}".split())
+    for recipe, base, rank, layout in (
+        ("tiny-llama", LLAMA, 6, f"layout.tp=2 layout.cp=2 layout.zero=1 {PAIRS}=dpo preference.variant=aot"),
+        ("tiny-llama", LLAMA, 1, f"layout.zero=3 layout.cp=2 recompute.kind=full {PAIRS}=dpo preference.variant=aot"),
+        ("tiny-llama", LLAMA, 1, f"layout.pp=2 model.layers=4 {PAIRS}=kto"),
+        ("tiny-llama", LLAMA, 6, f"layout.tp=2 layout.sequence_parallel=true {PAIRS}=kto preference.reference=live"),
+        ("tiny-llama", LLAMA, 1, f"layout.zero=2 {PAIRS}=kto"),
+        ("tiny-llama", LLAMA, 6, f"layout.tp=2 {PAIRS}=kto preference.variant=apo_zero_unpaired"),
+        ("tiny-llama", LLAMA, 1, f"layout.pp=2 layout.tp=2 model.layers=4 {PAIRS}=dpo preference.reference=live"),
+        ("tiny-llama", LLAMA, 6, f"layout.tp=2 layout.sequence_parallel=true {PAIRS}=reward"),
+        ("mixtral-8x7b", MOE, 5, f"layout.ep=2 layout.tp=2 layout.zero=1 {PAIRS}=kto"),
+        ("tiny-llama", LLAMA, 6, f"layout.tp=2 {PROMPTS} policy.kl=0.1"),
+        ("tiny-llama", LLAMA, 6, f"layout.cp=2 {PAIRS}=reward"),
+    )
+]
+"""Losses with passes before the step, and with metrics or a head of their own."""
 
 
 @pytest.mark.parametrize(
@@ -267,7 +297,8 @@ SMALL_CASES: list[Case] = [
     [
         *FAST_CASES,
         *SMALL_CASES[::2],
-        *(pytest.param(case, marks=NIGHTLY) for case in (*SMALL_CASES[1::2], *FULL_CASES)),
+        *OBJECTIVE_CASES[:5],
+        *(pytest.param(case, marks=NIGHTLY) for case in (*SMALL_CASES[1::2], *OBJECTIVE_CASES[5:], *FULL_CASES)),
     ],
     ids=lambda case: "-".join(map(str, case)),
 )

@@ -153,6 +153,17 @@ FROZEN = "embedding|norm|output|qkv|gate_up"
 """Parameters that are not trained; the first layer computes no gradient of its input."""
 
 
+WIDE = "model.layers=12 model.hidden=2048 model.vocab=512 data.seq_len=64 train.micro_batch=1 train.global_batch=1"
+
+
+def test_estimate_with_a_live_reference_equals_exact_peak() -> None:
+    """With wide layers and few tokens, the peak is where its weights take the place of the trained ones."""
+    pairs = ["data.source=preference", "train.objective=dpo", "preference.reference=live", "checkpoint.every=0"]
+    config = load("tiny-llama", [*SHAPE.split(), *pairs, *WIDE.split()])
+    estimate = allocated(config, Layout.from_config(config, 1), 0, TRAINIUM)
+    assert estimate == pytest.approx(exact_peak(config, 0, 1), rel=0.01)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -56,6 +56,25 @@ def test_recompute_costs_time() -> None:
     assert kinds[2] > 1.1 * kinds[0]
 
 
+@pytest.mark.parametrize(("recompute", "share"), [("none", 1 / 3), ("full", 1 / 3.725)])
+def test_forward_passes_before_the_step_take_time(recompute: str, share: float) -> None:
+    """Of the matrix multiplications of a block, two of three are backward. Full recompute repeats the first one, except
+    for the last matrix, 27.5 % of a block."""
+
+    def predict(*overrides: str) -> StepTime:
+        pairs = ["data.source=preference", "layout.pp=1", f"recompute.kind={recompute}", "recompute.modules=[]"]
+        return predicted(*pairs, "layout.tp=32", *overrides)
+
+    dpo, kto = predict("train.objective=dpo"), predict("train.objective=kto")
+    # The head, 0.8 % of the work, is not computed again.
+    assert kto.components["matmul"] / dpo.components["matmul"] == pytest.approx(1 + share, rel=0.002)
+    assert kto.components["tp"] > 1.2 * dpo.components["tp"]
+    live = predict("train.objective=dpo", "preference.reference=live")
+    assert live.components["matmul"] == kto.components["matmul"]
+    both = predict("train.objective=kto", "preference.reference=live")  # each prompt has two answers
+    assert both.components["matmul"] / dpo.components["matmul"] == pytest.approx(1 + 3 * share, rel=0.002)
+
+
 def test_virtual_stages_and_zero_bubble_schedules_shrink_the_bubble() -> None:
     def bubble(*overrides: str) -> float:
         return predicted("train.global_batch=16", *overrides).components["bubble"]

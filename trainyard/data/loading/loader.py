@@ -1,12 +1,13 @@
 """Global batches by step: the batch of step 5,000 costs the same as the batch of step 0."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainyard.core.batch import Batch, map_batch
 from trainyard.core.constants import IGNORE_INDEX
@@ -30,6 +31,9 @@ class BatchSource(Protocol):
 
     def sample_indices(self, step: int) -> NDArray[np.int64]:
         """The index in the dataset of each sample of a step. The first step is 0."""
+
+    def rank_tensors(self, completed_steps: int) -> Mapping[str, Tensor]:
+        """What this rank needs of earlier steps to make the next batches, for a checkpoint."""
 
 
 class BatchLoader:
@@ -64,6 +68,10 @@ class BatchLoader:
         if self.bucket_order:
             return self.bucket_order.indices(positions)
         return shuffled_indices(self.seed, positions, len(self.dataset)) if self.shuffle else positions
+
+    def rank_tensors(self, completed_steps: int) -> Mapping[str, Tensor]:
+        """None: a batch is a function of its step."""
+        return {}
 
     def count_steps(self, first: int, end: int) -> dict[int, int]:
         """The steps after `first` up to `end` by the length of their samples, where there are buckets."""

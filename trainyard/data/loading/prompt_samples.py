@@ -1,9 +1,10 @@
 """Prompts as tokens, each with its record, whose other keys rewards read."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,20 +28,35 @@ from trainyard.families import ModelConfig
 from trainyard.remote.chunks.remote_path import RemoteFiles
 
 logger = logging.getLogger(__name__)
+LOG_INTERVAL_S = 2.0
 BUILT_IN = Path("built-in prompts")
 Prompt = str | list[dict[str, Any]]
 """Text without a template, or messages."""
 
 
+class EncodedPrompt(NamedTuple):
+    prompt: Prompt
+    tokens: list[int]
+    """After which the model writes its answer."""
+    record: Mapping[str, Any]
+    piece: InputSlice
+    place: int
+    """Where `piece` has the record."""
+
+    @property
+    def source(self) -> str:
+        """For people. Takes as long as reading the file up to there."""
+        return describe_place(self.piece, self.place)
+
+
 class PromptSamples:
     """The prompts of files. A sample of the dataset is a prompt without labels: what is trained comes later."""
 
-    def __init__(
-        self, encoder: ChatEncoder, records: Sequence[Mapping[str, Any]], places: Sequence[str], seq_len: int
-    ) -> None:
-        self.encoder, self.records, self.places, self.seq_len = encoder, records, places, seq_len
-        self.prompts: list[Prompt] = [read_prompt(record) for record in records]
-        self.tokens = [encode_prompt(encoder, *each) for each in zip(self.prompts, records, strict=True)]
+    def __init__(self, encoder: ChatEncoder, encoded: Sequence[EncodedPrompt], seq_len: int) -> None:
+        self.encoder, self.encoded, self.seq_len = encoder, encoded, seq_len
+        self.prompts = [each.prompt for each in encoded]
+        self.tokens = [each.tokens for each in encoded]
+        self.records = [each.record for each in encoded]
         self.end_ids = _end_ids(encoder, self.prompts[0])
         """Tokens that end an answer."""
 
@@ -49,7 +65,7 @@ class PromptSamples:
 
     def source(self, index: int) -> str:
         """Where a prompt comes from, for people."""
-        return self.places[index]
+        return self.encoded[index].source
 
     def samples(self, indices: Indices) -> Sample:
         tokens = np.zeros((len(indices), self.seq_len), np.int32)
@@ -65,46 +81,61 @@ def open_prompts(
 ) -> PromptSamples:
     """The prompts of files, of which none has more than `room` tokens; without `paths`, built-in ones."""
     check_vocab_size(load_tokenizer(tokenizer_spec(data, model.new_tokens)), model.vocab)
-    records: list[dict[str, Any]] = []
-    places: list[str] = []
-    kinds: set[type] = set()
+    encoder, found = chat_encoder(chat_spec(data, model.new_tokens)), list[EncodedPrompt]()
+    logged = time.monotonic()
+    for each in _encode_prompts(encoder, _prompt_slices(data, paths, remote)):
+        found.append(each)
+        if (now := time.monotonic()) - logged > LOG_INTERVAL_S:
+            logger.info("encoding prompts: %s so far", f"{len(found):,}")
+            logged = now
+    if not found:
+        raise UserError(f"{', '.join(paths)}: no prompt")
+    kept = [each for each in found if len(each.tokens) <= room]
+    if dropped := len(found) - len(kept):
+        if data.chat.too_long != "drop" or not kept:
+            first = next(each for each in found if len(each.tokens) > room)
+            longest = max(len(each.tokens) for each in found)
+            raise UserError(
+                f"{first.source}: {counted(len(first.tokens), 'token')}, and data.seq_len={data.seq_len} less "
+                f"rollout.max_new_tokens leaves {room}; {counted(dropped, 'prompt')} of {len(found)} "
+                f"{'is' if dropped == 1 else 'are'} longer; "
+                f"nearest: data.seq_len={data.seq_len - room + longest}, or data.chat.too_long=drop"
+            )
+        logger.warning("data.chat.too_long=drop: dropped %s of %s", counted(dropped, "prompt"), len(found))
+    return PromptSamples(encoder, kept, data.seq_len)
+
+
+def answer_ends(data: DataSection, remote: RemoteFiles | None, model: ModelConfig) -> frozenset[int]:
+    """The tokens that end the answers to the first prompt."""
+    encoder = chat_encoder(chat_spec(data, model.new_tokens))
+    first = next(_encode_prompts(encoder, _prompt_slices(data, data.paths, remote)))
+    return _end_ids(encoder, first.prompt)
+
+
+def _prompt_slices(data: DataSection, paths: Sequence[str], remote: RemoteFiles | None) -> Iterator[InputSlice]:
     if paths:
-        slices = [*record_slices(match_files(paths, directories=True, remote=remote))]
+        yield from record_slices(match_files(paths, directories=True, remote=remote))
     elif data.tokenizer == "bytes":
         lines = prompt_lines()
-        slices = [InputSlice(BUILT_IN, "lines", 0, len(lines), lines)]
+        yield InputSlice(BUILT_IN, "lines", 0, len(lines), lines)
     else:
         raise UserError("data.paths: missing; set it to prompts (or data.tokenizer=bytes for the built-in prompts)")
+
+
+def _encode_prompts(encoder: ChatEncoder, slices: Iterable[InputSlice]) -> Iterator[EncodedPrompt]:
+    kind: type | None = None
     for piece in slices:
         for place, record in read_records(piece):
             try:
                 if isinstance(record, str):
                     raise UserError(record)
-                kinds.add(type(read_prompt(record)))
-                if len(kinds) > 1:
+                prompt = read_prompt(record)
+                if not isinstance(prompt, kind := kind or type(prompt)):
                     raise UserError("some prompts are text and others messages; expected one kind")
+                tokens = encode_prompt(encoder, prompt, record)
             except UserError as error:
                 raise UserError(f"{describe_place(piece, place)}: {error}") from None
-            records.append(record)
-            places.append(describe_place(piece, place))
-    if not records:
-        raise UserError(f"{', '.join(paths)}: no prompt")
-    encoder = chat_encoder(chat_spec(data, model.new_tokens))
-    prompts = PromptSamples(encoder, records, places, data.seq_len)
-    lengths = np.array([len(tokens) for tokens in prompts.tokens])
-    longer = np.flatnonzero(lengths > room)
-    if not longer.size:
-        return prompts
-    if data.chat.too_long == "drop" and len(longer) < len(records):
-        logger.warning("data.chat.too_long=drop: dropped %s of %s", counted(len(longer), "prompt"), len(records))
-        kept = np.flatnonzero(lengths <= room).tolist()
-        return PromptSamples(encoder, [records[i] for i in kept], [places[i] for i in kept], data.seq_len)
-    raise UserError(
-        f"{places[longer[0]]}: {lengths[longer[0]]} tokens, and data.seq_len={data.seq_len} less "
-        f"rollout.max_new_tokens leaves {room}; {counted(len(longer), 'prompt')} of {len(records)} "
-        f"{'is' if len(longer) == 1 else 'are'} longer; "
-        f"nearest: data.seq_len={data.seq_len - room + int(lengths.max())}, or data.chat.too_long=drop"
-    )
+            yield EncodedPrompt(prompt, tokens, record, piece, place)
 
 
 def read_prompt(record: Mapping[str, Any]) -> Prompt:

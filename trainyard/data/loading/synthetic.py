@@ -73,12 +73,17 @@ class SyntheticPairs(SyntheticTokens):
 class SyntheticAnswers(SyntheticTokens):
     """Samples of one answer after a prompt of one token. The answer to another prompt is that of the next sample."""
 
+    def __init__(self, data: DataSection, vocab_size: int, seed: int, mismatches: bool) -> None:
+        """`mismatches` is that of AnswerSamples."""
+        super().__init__(data, vocab_size, seed)
+        self.mismatches = mismatches
+
     def samples(self, indices: NDArray[np.int64]) -> Sample:
         starts = np.zeros((len(indices), self.seq_len), np.bool_)
         own, other = super().samples(indices), super().samples(indices + 1)
         prompt = own["tokens"][:, :1]
         mismatch = np.concatenate((prompt, other["tokens"][:, 1:]), 1)
-        mismatch_fields = answer_fields(mismatch, other["labels"], starts, 1)
+        mismatch_fields = answer_fields(mismatch, other["labels"], starts, 1) if self.mismatches else {}
         return {
             **answer_fields(own["tokens"], own["labels"], starts, 0),
             **{f"kl_{name}": field for name, field in mismatch_fields.items()},

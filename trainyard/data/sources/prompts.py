@@ -31,12 +31,12 @@ class PromptSource(ChatSource):
         """generation_config.json with the tokens that end answers, and the template if it is not the tokenizer's."""
         from trainyard.data.loading.conversation_samples import chat_spec
         from trainyard.data.loading.data_files import remote_files
-        from trainyard.data.loading.prompt_samples import open_prompts
+        from trainyard.data.loading.prompt_samples import answer_ends
         from trainyard.data.text.chat_encoder import chat_encoder
 
-        prompts = open_prompts(data, data.paths, remote_files(data), model, 1 << 30)
+        ends = answer_ends(data, remote_files(data), model)
         files = chat_encoder(chat_spec(data, model.new_tokens)).files()
-        return {"generation_config.json": self.generation_config(generation, model, prompts.end_ids), **files}
+        return {"generation_config.json": self.generation_config(generation, model, ends), **files}
 
     def recognizes(self, path: "Path") -> bool:
         return False

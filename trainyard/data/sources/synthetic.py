@@ -32,7 +32,9 @@ class SyntheticSource(DataSource):
         arguments = config.data, config.model.vocab, config.train.seed
         if config.train.objective and OBJECTIVES.find(config.train.objective).samples == "pairs":
             kind = sample_kind(config)
-            return SyntheticAnswers(*arguments) if kind.unpaired else SyntheticPairs(*arguments, kind.scores_ends), None
+            if kind.unpaired:
+                return SyntheticAnswers(*arguments, kind.mismatches), None
+            return SyntheticPairs(*arguments, kind.scores_ends), None
         samples = SyntheticTokens if family_of(config.model).is_causal else SyntheticSentencePairs
         return samples(*arguments), None
 

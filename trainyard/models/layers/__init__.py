@@ -4,6 +4,7 @@ from trainyard.models.layers.activation import BiasGelu, ClampedSwiGLU, GatedAct
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
 from trainyard.models.layers.dropout import Dropout, add_uniform_noise, dropout_site, token_seeds
 from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding
+from trainyard.models.layers.latent_attention import LatentAttention
 from trainyard.models.layers.norm import LayerNorm, ResidualSum, RMSNorm, RMSNormOfAllHeads
 from trainyard.models.layers.rope import PositionTable, PositionTables
 from trainyard.parallel.tensor_parallel import Linear
@@ -15,6 +16,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "GatedActivation",
+    "LatentAttention",
     "LayerNorm",
     "Linear",
     "OutputProjection",

@@ -64,7 +64,7 @@ class CoreAttention(Recomputable):
         # Recomputing a ring alone would repeat all its communication and save nothing: the modules around it keep its
         # inputs and outputs anyway.
         self.recompute_name = "core_attention" if cp.size == 1 or cp.decomposes_attention else "ring"
-        local_heads = heads // tp.size
+        self.local_heads = local_heads = heads // tp.size
         first = tp.rank * local_heads
         self.register_buffer("site", dropout_site(site), persistent=False)
         self.register_buffer("head_offset", torch.tensor(first, dtype=torch.int32), persistent=False)

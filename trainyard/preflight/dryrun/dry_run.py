@@ -20,6 +20,7 @@ from trainyard.devices.meta import MetaDevice
 from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.preflight.dryrun.meta_ops import TraceAborted
 from trainyard.preflight.dryrun.op_trace import OpRecorder, RankTrace
+from trainyard.run.reference import prepare_live_reference
 from trainyard.run.trainer import Trainer
 from trainyard.train.evaluate import evaluate
 from trainyard.train.optim.lr_schedule import learning_rate
@@ -72,7 +73,9 @@ def dry_run(config: Config, rank: int, world_size: int, device: devices.Device |
         return torch.empty(blueprint.spec(name).shape, device=device.torch_device)
 
     with fake_rank(device.process_group_backend, rank, world_size) as world:
-        yield Trainer(without_io(config), weights=values, device=device, world=world)
+        trainer = Trainer(without_io(config), weights=values, device=device, world=world)
+        prepare_live_reference(trainer)
+        yield trainer
 
 
 def without_io(config: Config) -> Config:

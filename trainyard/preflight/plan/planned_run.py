@@ -5,6 +5,7 @@ from math import ceil
 
 from trainyard.config.objective_check import trains_on_rollouts
 from trainyard.config.optimizer_schema import OptimizerSection
+from trainyard.config.registries import OBJECTIVES
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.user_code import is_user_path
@@ -17,6 +18,7 @@ from trainyard.preflight.plan.rank_parameters import LocalParam, first_alike, sh
 from trainyard.preflight.plan.trace.stage_run import MicroBatchShape, TracedStage
 from trainyard.train.decisions import fp8_layer_range, fuses_wgrad, packs_batches
 from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE
+from trainyard.train.objective import Objective, Preparation
 from trainyard.train.optim.flat_state import make_flat_buffer, make_frozen_buffer
 from trainyard.train.optim.load_rule import load_update_rule
 from trainyard.train.optim.stored_weights import stored_bytes
@@ -43,6 +45,9 @@ class PlannedRun:
         self.fused_wgrad = fuses_wgrad(layout, config.precision, self.fused_kernels, config.compile.enabled)
         self.packed_batch = packs_batches(config.model, layout, self.fused_kernels)
         """Padding is removed from samples."""
+        self.objective = _planned_objective(config)
+        """None: the loss of the family, or the user's."""
+        self.preparation = self.objective.preparation() if self.objective else Preparation()
         self.rollout_cache = _rollout_cache(config, layout)
         """Bytes of the keys and values of the completions that a rank writes at a time."""
         samples, seq_len = config.train.micro_batch, config.data.seq_len // layout.cp
@@ -92,6 +97,14 @@ def _planned_rule(optimizer: OptimizerSection) -> UpdateRule:
     """The update rule that a plan counts: AdamW in the place of the user's, whose code a plan does not import."""
     user_rule = is_user_path(optimizer.kind)
     return load_update_rule(optimizer.model_copy(update={"kind": "adamw"}) if user_rule else optimizer)
+
+
+def _planned_objective(config: Config) -> Objective | None:
+    name = config.train.objective
+    if not name or is_user_path(name):
+        return None
+    kind: type[Objective] = OBJECTIVES.find(name)
+    return kind(None, *(getattr(config, section) for section in kind.sections))
 
 
 def _rollout_cache(config: Config, layout: Layout) -> int:

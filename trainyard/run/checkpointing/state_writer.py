@@ -7,7 +7,7 @@ changes them, and it waits for the copy. A thread writes the copy as a shard fil
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,9 @@ class StateWriter:
     """Fingerprints of the data, on the ranks that write a manifest."""
     base: BaseWeights | None
     """Where the weights are that the run does not train; None: its caller made them."""
+    rank_tensors: Callable[[int], Mapping[str, Tensor]]
+    """What this rank needs besides to go on after a step: tensors of the host that stay as they are. Their names end
+    with its number."""
     host_slices: dict[str, list[Tensor]] = field(init=False, default_factory=dict)
     """Host copies of the slices, by kind of state; views of one buffer each."""
 
@@ -135,6 +138,7 @@ class StateWriter:
         waits for the copies and writes this rank's shard file."""
         device, mesh, state = self.context.device, self.context.mesh, self.optimizer.state
         rng_tensors, rng_texts = rng.encode(mesh.layout_rank)
+        own = self.rank_tensors(save.step)
         counters = self.optimizer.guard.update_count, self.optimizer.guard.skip_counts
         save.update_count, save.skip_counts = (
             device.alloc_host_buffer(c.numel(), c.dtype).view(c.shape) for c in counters
@@ -166,7 +170,7 @@ class StateWriter:
                 for kind, host_slices in self.host_slices.items()
                 for piece, values in zip(self.slices, host_slices, strict=True)
             ]
-            tensors += [(name, [0], tensor) for name, tensor in rng_tensors.items()]
+            tensors += [(name, [0], tensor) for name, tensor in {**rng_tensors, **own}.items()]
             write_shard(save.storage, shard_name(mesh.layout_rank), tensors, rng_texts)
 
         self.optimizer.fence_next_update(fence)

@@ -3,24 +3,22 @@
 N completions, T tokens of the longest with its prompt.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from io import BytesIO
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from trainyard.core.atomic_files import atomic_file
 from trainyard.core.batch import Batch
 from trainyard.core.constants import IGNORE_INDEX
 
 PAD_TOKEN = 0
 """Follows a completion. It has no label, and no token sees it."""
+TENSOR_KEY = "rollouts.{}.0"
+"""The names of arrays in a checkpoint, in the file of the first rank."""
 
 
 @dataclass
@@ -61,9 +59,13 @@ class RolloutBatch:
     """[N, R + 2] the reward, each of its parts, and whether it finished; NaN where a reward does not apply."""
     advantages: NDArray[np.float32]
     """[N]"""
+    steps: NDArray[np.int64]
+    """The first step that trains on them, of which 0 is the first of the run, and the first that does not."""
 
     @classmethod
-    def join(cls, completions: Sequence[Rollout], rewards: NDArray[np.float32]) -> "RolloutBatch":
+    def join(
+        cls, completions: Sequence[Rollout], rewards: NDArray[np.float32], steps: tuple[int, int]
+    ) -> "RolloutBatch":
         """`rewards` [N] are the weighted sums. Advantages and the reference's numbers are zeros."""
         longest = max(len(each.tokens) for each in completions)
 
@@ -83,6 +85,7 @@ class RolloutBatch:
             np.array([each.prompt for each in completions], np.int64),
             np.array(stats, np.float32),
             np.zeros(len(completions), np.float32),
+            np.array(steps, np.int64),
         )
 
     def batch(self, rows: NDArray[np.int64], sample_ids: NDArray[np.int64], seq_len: int) -> Batch:
@@ -105,19 +108,13 @@ class RolloutBatch:
             "completion_stats": torch.from_numpy(self.stats[rows]),
         }
 
-    def write(self, file: Path) -> None:
-        content = BytesIO()
-        np.savez_compressed(content, **asdict(self))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(file) as opened:
-            opened.write(content.getbuffer())
+    def tensors(self) -> dict[str, Tensor]:
+        """The arrays, for a checkpoint."""
+        return {TENSOR_KEY.format(name): torch.from_numpy(array) for name, array in vars(self).items()}
 
     @classmethod
-    def read(cls, file: Path) -> "RolloutBatch | None":
-        """None if there is no such file, or it is damaged."""
-        try:
-            with np.load(file, allow_pickle=False) as content:
-                arrays: Mapping[str, Any] = {name: content[name] for name in cls.__dataclass_fields__}
-                return cls(**arrays)
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error):
-            return None
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "RolloutBatch | None":
+        """None if they are those of a checkpoint without rollouts."""
+        found = {name: tensors.get(TENSOR_KEY.format(name)) for name in cls.__dataclass_fields__}
+        arrays: dict[str, Any] = {name: tensor.numpy().copy() for name, tensor in found.items() if tensor is not None}
+        return cls(**arrays) if len(arrays) == len(found) else None

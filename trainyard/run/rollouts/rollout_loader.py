@@ -1,17 +1,12 @@
 """The batches of a run that trains on completions which it writes itself.
 
 A batch of rollouts is a function of the weights, the seed and its first step: prompts are those of the loader's order,
-and the noise of each token is a function of the completion and its position. Data-parallel ranks write some of the
-completions each, and all of them know all. A run that resumes between two updates on the same rollouts reads these from
-its directory; all other rollouts are written again.
+and completions are a function of prompts and seeds (prompt_completer.py). A checkpoint between two updates on the same
+rollouts has these; all others are written again.
 """
 
-import logging
 import math
-import time
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,51 +14,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainyard.checkpoint.checkpoint import Checkpoint
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import key64
 from trainyard.core.errors import UserError
-from trainyard.core.user_code import import_function
-from trainyard.data.loading.dataset import CombinedDataset, Dataset
 from trainyard.data.loading.loader import BatchLoader
-from trainyard.data.loading.prompt_samples import PromptSamples
-from trainyard.data.loading.text_stream import tokenizer_spec
-from trainyard.data.text.tokenizer import load_tokenizer
 from trainyard.models import ModelOutput
 from trainyard.run.frozen_weights import FrozenWeights
-from trainyard.run.rollouts.rewards import RewardFunctions
+from trainyard.run.rollouts.prompt_completer import PromptCompleter
 from trainyard.run.rollouts.rollout import Rollout, RolloutBatch
-from trainyard.run.rollouts.sampler import RolloutSampler
-from trainyard.run.rollouts.turns import Turns
 from trainyard.run.setup import TrainSetup
 from trainyard.train.policy_loss import PolicyLoss
 
 T = TypeVar("T")
-ROLLOUTS_DIRECTORY = "rollouts"
-KEPT_FILES = 2
-"""The last ones, besides those that a checkpoint between two of their updates needs."""
-LOG_INTERVAL_S = 5.0
-logger = logging.getLogger(__name__)
 
 
 class RolloutLoader:
     """Takes the place of the loader of a run: `prefetch` writes the completions when their first step begins."""
 
-    def __init__(self, run: TrainSetup, directory: Path) -> None:
+    def __init__(self, run: TrainSetup) -> None:
         config = run.config
         assert isinstance(run.loss_fn, PolicyLoss)
-        self.run, self.loss, self.directory = run, run.loss_fn, directory
+        self.run, self.loss = run, run.loss_fn
         self.rollout, self.group = config.rollout, config.rollout.completions
         self.steps_per_batch = self.rollout.updates * self.rollout.epochs
         self.count = config.train.global_batch * self.rollout.updates
         """Completions of a batch of rollouts."""
         self.loader = BatchLoader(run.loader.dataset, self.count // self.group, config.train.seed, run.loader.shuffle)
-        self.tool = import_function(self.rollout.tool, "rollout.tool") if self.rollout.tool else None
-        self.tokenizer = load_tokenizer(tokenizer_spec(config.data, config.model.new_tokens))
-        prompts, _ = _locate(run.loader.dataset, 0)
-        self.rewards = RewardFunctions(self.rollout.rewards, self.rollout.weights)
-        self.sampler = RolloutSampler(run, prompts.end_ids, -(-self.count // run.layout.dp))
-        self.written: tuple[int, RolloutBatch] | None = None
-        """The last batch of rollouts, and its first step."""
+        self.completer = PromptCompleter(run, self.count)
+        self.written: RolloutBatch | None = None
+        """The last batch of rollouts."""
+        if run.resumed and run.completed_steps % self.steps_per_batch:
+            self.written = self._restore(run.resumed)
         self.frozen = FrozenWeights(run) if self.loss.kl else None
 
     def prefetch(
@@ -76,19 +58,18 @@ class RolloutLoader:
         for step in range(first_step, end_step):
             update = step % self.steps_per_batch
             if update == 0:
-                self.written = step, self._write(step)
-            elif self.written is None:
-                self.written = step - update, self._read(step - update)
+                self.written = self._write(step)
+            assert self.written is not None
             rows = update % self.rollout.updates * batch + sample_ids
-            yield prepare(self.written[1].batch(rows, sample_ids, seq_len))
+            yield prepare(self.written.batch(rows, sample_ids, seq_len))
 
     def sample_indices(self, step: int) -> NDArray[np.int64]:
         """The prompts of the samples of a step of the last batch of rollouts."""
         batch = self.run.config.train.global_batch
-        first, rollouts = self.written or (step, None)
-        if rollouts is None or not first <= step < first + self.steps_per_batch:
+        first, end = self.written.steps.tolist() if self.written else (0, 0)
+        if self.written is None or not first <= step < end:
             return np.zeros(0, np.int64)
-        return rollouts.prompts[(step - first) % self.rollout.updates * batch :][:batch]
+        return self.written.prompts[(step - first) % self.rollout.updates * batch :][:batch]
 
     def evaluate(self, run: TrainSetup) -> dict[str, float]:
         """Mean rewards of the most likely completion of each prompt that is held out, up to evaluate.batches x
@@ -99,8 +80,8 @@ class RolloutLoader:
             count = len(loader.dataset)
             if limit := run.config.evaluate.batches:
                 count = min(count, limit * run.config.train.global_batch)
-            found = self._complete(loader.dataset, [*range(count)], [0] * count, greedy=True)
-            columns = {"rewards/total": [self.rewards.total(each.rewards) for each in found]}
+            found = self.completer.complete(loader.dataset, [*range(count)], [0] * count, greedy=True)
+            columns = {"rewards/total": [self.completer.rewards.total(each.rewards) for each in found]}
             for place, reward in enumerate(self.loss.stat_names[1:-1]):
                 columns[reward] = [each.rewards[place] for each in found]
             columns["completions/finished"] = [float(each.finished) for each in found]
@@ -122,17 +103,17 @@ class RolloutLoader:
             prompts = self.loader.sample_indices(first)[: needed - len(groups)].tolist()
             rows = [index for index in prompts for _ in range(self.group)]
             seeds = [key64(seed, "rollout", first, row) for row in range(len(rows))]
-            found = self._complete(run.loader.dataset, rows, seeds)
+            found = self.completer.complete(run.loader.dataset, rows, seeds)
             for start in range(0, len(found), self.group):
                 group = found[start : start + self.group]
-                differ = len({self.rewards.total(each.rewards) for each in group}) > 1
+                differ = len({self.completer.rewards.total(each.rewards) for each in group}) > 1
                 (groups if differ or self.rollout.rounds == 1 else equal).append(group)
             if len(groups) == needed:
                 break
         groups += equal[: needed - len(groups)]
         completions = [each for group in groups for each in group]
-        totals = np.array([self.rewards.total(each.rewards) for each in completions], np.float32)
-        rollouts = RolloutBatch.join(completions, totals)
+        totals = np.array([self.completer.rewards.total(each.rewards) for each in completions], np.float32)
+        rollouts = RolloutBatch.join(completions, totals, (step, step + self.steps_per_batch))
         if self.frozen:
             with run.spans("rollout"):
                 self._add_reference(rollouts, self.frozen)
@@ -140,61 +121,8 @@ class RolloutLoader:
                 divergence = (rollouts.log_probs - rollouts.reference_log_probs) * rollouts.sampled
                 totals = totals - self.loss.kl * divergence.sum(1)
         rollouts.advantages = self.loss.advantages(torch.from_numpy(totals).view(-1, self.group)).flatten().numpy()
-        self._save(step, rollouts)
         self._notify(step, groups[0], rollouts)
         return rollouts
-
-    def _complete(
-        self, dataset: Dataset, indices: Sequence[int], seeds: Sequence[int], greedy: bool = False
-    ) -> list[Rollout]:
-        """A completion of each of these prompts, with its rewards. Each data-parallel rank writes some of them."""
-        run, dp = self.run, self.run.layout.dp
-        rank, count = run.mesh.coords["dp"], len(indices)
-        own = range(rank * count // dp, (rank + 1) * count // dp)
-        turns = self._turns(dataset)
-        places = [_locate(dataset, indices[row])[1] for row in own]
-        asked = [(place, turns.prompts.tokens[place]) for place in places]
-        after_turn = partial(self._after_turn, turns) if self.tool else None
-        with run.spans("rollout"):
-            log = _log_progress(len(own))
-            found = self.sampler.complete(asked, [seeds[row] for row in own], after_turn, greedy, log)
-        if run.mesh.tp.rank == 0:  # a judge is slow, costs money, or is not deterministic
-            with run.spans("reward"):
-                self._judge(turns, found)
-        every_rank = run.mesh.all_gather_object(found if run.mesh.tp.rank == 0 else [])
-        return [each for part in every_rank for each in part]
-
-    def _after_turn(self, turns: Turns, completion: Rollout, turn: list[int]) -> list[int] | None:
-        """What the tool says on the first tensor-parallel rank. Another call might answer something else."""
-        tp, longest = self.run.mesh.tp, self.run.config.data.seq_len
-        answer = turns.after_turn(completion, turn) if tp.rank == 0 else None
-        if tp.size == 1:
-            return answer
-        message = torch.zeros(1 + longest, dtype=torch.int32)  # 1 more than the number of tokens, and these
-        if answer is not None:
-            known = answer[:longest]
-            message[: 1 + len(known)] = torch.tensor([1 + len(known), *known], dtype=torch.int32)
-        count, *tokens = tp.all_reduce_sum(message.to(self.run.device.torch_device)).tolist()
-        if count and tp.rank:
-            completion.answers.append("")
-        return tokens[: count - 1] if count else None
-
-    def _turns(self, dataset: Dataset) -> Turns:
-        return Turns(_locate(dataset, 0)[0], self.tokenizer, self.tool)
-
-    def _judge(self, turns: Turns, completions: Sequence[Rollout]) -> None:
-        """Ask for the rewards of these completions."""
-        if not completions:
-            return
-        prompts = turns.prompts
-        rewards = self.rewards(
-            [prompts.prompts[each.prompt] for each in completions],
-            [turns.completion(each) for each in completions],
-            [each.tokens[len(prompts.tokens[each.prompt]) :] for each in completions],
-            [prompts.records[each.prompt] for each in completions],
-        )
-        for each, values in zip(completions, rewards, strict=True):
-            each.rewards = values
 
     @torch.no_grad()
     def _add_reference(self, rollouts: RolloutBatch, frozen: FrozenWeights) -> None:
@@ -218,45 +146,36 @@ class RolloutLoader:
         width = rollouts.tokens.shape[1]
         rollouts.reference_log_probs[:, 1:] = log_probs[:, : width - 1] * rollouts.sampled[:, 1:]
 
-    def _file(self, directory: Path, step: int) -> Path:
-        return directory / ROLLOUTS_DIRECTORY / f"{step:08d}.npz"
+    def rank_tensors(self, completed_steps: int) -> Mapping[str, Tensor]:
+        """The rollouts that the next step trains on, too, in the file of the first rank."""
+        if self.run.mesh.layout_rank or completed_steps % self.steps_per_batch == 0:
+            return {}
+        assert self.written is not None
+        return self.written.tensors()
 
-    def _save(self, step: int, rollouts: RolloutBatch) -> None:
-        """Keep the rollouts for a run that resumes before their last update."""
-        if self.steps_per_batch == 1 or self.run.mesh.layout_rank:
-            return
-        file = self._file(self.directory, step)
-        rollouts.write(file)
-        every = self.run.config.checkpoint.every
-        files = sorted(file.parent.glob("*.npz"))
-        place = files.index(file) + 1
-        for later in files[place:]:  # of an attempt that got further than its last checkpoint
-            later.unlink()
-        for old in files[:place][:-KEPT_FILES]:
-            first = int(old.stem)
-            inside = range(first + 1, first + self.steps_per_batch)
-            if not any(every and completed % every == 0 for completed in inside):
-                old.unlink()
+    def _restore(self, checkpoint: Checkpoint) -> RolloutBatch:
+        """The rollouts of a checkpoint between two of their updates."""
+        run, step = self.run, self.run.completed_steps
 
-    def _read(self, step: int) -> RolloutBatch:
-        """The rollouts of the steps from `step` on, which an earlier process has written."""
-        run, directories = self.run, [self.directory]
-        if run.resumed:
-            directories.append(Path(str(run.resumed.storage)).parent.parent)
-        files = [self._file(directory, step) for directory in directories]
-        found: RolloutBatch | None = run.mesh.broadcast_object(
-            lambda: next((each for file in files if (each := RolloutBatch.read(file))), None), run.device
-        )
-        if found is None or len(found.tokens) != self.count:
+        def read() -> RolloutBatch | None:
+            with checkpoint:
+                tensors, _ = checkpoint.rank_extras(0) or ({}, {})
+                return RolloutBatch.from_tensors(tensors)
+
+        found = run.mesh.broadcast_object(read, run.device)
+        count, length = self.count, self.steps_per_batch
+        first, end = step - step % length, step - step % length + length
+        if found is None or (len(found.tokens), found.steps.tolist()) != (count, [first, end]):
             raise UserError(
-                f"{files[0]}: missing, and step {run.completed_steps} is inside a batch of rollouts; "
-                f"nearest: a checkpoint of a step that is a multiple of {self.steps_per_batch}"
+                f"{checkpoint.storage}: lacks the {count} rollouts of steps {first + 1} to {end}, of which step {step} "
+                f"is done; nearest: a checkpoint of a step that is a multiple of {length}, or rollout.updates and "
+                "rollout.epochs as they were"
             )
         return found
 
     def _notify(self, step: int, group: Sequence[Rollout], rollouts: RolloutBatch) -> None:
         """Tell callbacks about the completions of the first prompt, if one of the steps is logged."""
-        every, turns = self.run.config.log.every, self._turns(self.run.loader.dataset)
+        every, turns = self.run.config.log.every, self.completer.turns(self.run.loader.dataset)
         steps = range(step + 1, step + 1 + self.steps_per_batch)
         if step and not any(each % every == 0 for each in steps):
             return
@@ -281,36 +200,12 @@ class RolloutLoader:
         self.run.notify("on_rollouts", records)
 
 
-def prepare_rollouts(run: TrainSetup, directory: Path) -> RolloutLoader | None:
+def prepare_rollouts(run: TrainSetup) -> RolloutLoader | None:
     """What makes the batches of a run on rollouts; None for other runs."""
     if not isinstance(run.loss_fn, PolicyLoss):
         return None
     run.runner.add_reference = None
-    loader = RolloutLoader(run, directory)
+    loader = RolloutLoader(run)
     if not run.evaluation_fn and run.validation_loaders:
         run.evaluation_fn = loader.evaluate
     return loader
-
-
-def _log_progress(total: int) -> Callable[[], None]:
-    """A function to call after each of `total` completions, which logs now and then how many there are."""
-    logged, done = time.monotonic(), 0
-
-    def ended() -> None:
-        nonlocal logged, done
-        done += 1
-        if time.monotonic() - logged > LOG_INTERVAL_S:
-            logged = time.monotonic()
-            logger.info("rollouts: %s of %s completions", done, total)
-
-    return ended
-
-
-def _locate(dataset: Dataset, index: int) -> tuple[PromptSamples, int]:
-    """The prompts that an index of a dataset, which may be a part or a blend of others, belongs to."""
-    while isinstance(dataset, CombinedDataset):
-        numbers, indices = dataset.find(np.array([index], np.int64))
-        dataset, index = dataset.datasets[int(numbers[0])], int(indices[0])
-    if not isinstance(dataset, PromptSamples):
-        raise UserError("data.source: its samples have no prompts; nearest: prompts")
-    return dataset, index

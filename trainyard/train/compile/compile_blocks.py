@@ -48,7 +48,7 @@ def compile_model(
         compat.disable_automatic_dynamic_shapes()
     if compile_embedding:
         model.embed = torch.compile(model.embed, **_compile_arguments(options, mode, padding_free, fullgraph=False))  # type: ignore[method-assign]
-    for block in model.layers.children():
+    for block in model.blocks:
         block.forward = torch.compile(block.forward, **_compile_arguments(options, mode, padding_free, fullgraph=True))
 
 

@@ -7,7 +7,7 @@ from trainyard.train.loss import Loss, LossTerms, count_labels
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainyard.models import Batch, ModelOutput
+    from trainyard.models import Batch, ModelConfig, ModelOutput
 
 
 class CausalLoss(Loss):
@@ -17,8 +17,18 @@ class CausalLoss(Loss):
     def label_counts(self, batch: "Batch") -> "list[Tensor]":
         return [count_labels(batch["labels"])]
 
+    def configure(self, model: "ModelConfig") -> None:
+        self.metric_names = ("mtp",) if model.mtp_blocks else ()
+
     def terms(self, output: "ModelOutput", batch: "Batch") -> LossTerms:
-        return {"lm": (self.head_loss(output, batch["labels"]), count_labels(batch["labels"]))}
+        total, count = self.head_loss(output, batch["labels"]), count_labels(batch["labels"])
+        if not output.further:
+            return {"lm": (total, count)}
+        # Predictions of further tokens add to the gradients only: the loss stays comparable with that of other models.
+        further = sum(self.head_loss(each, labels) for each, labels in output.further)
+        weighted = further * (output.further_weight / len(output.further))
+        further_count = sum(count_labels(labels) for _, labels in output.further)
+        return {"lm": (total + (weighted - weighted.detach()), count), "mtp": (further.detach(), further_count)}
 
 
 LOSS = CausalLoss

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainyard.core.errors import UserError
 from trainyard.train.loss import HeadLoss
+from trainyard.train.objective import Preparation
 from trainyard.train.pair_loss import PairLoss, PairScores, is_pair
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ OF_MEANS = ("sigmoid_norm", "ipo")
 SORTED = ("aot", "aot_unpaired")
 """Variants that compare the distributions of a global batch: the k-th smallest log-ratio of one answer with the k-th
 smallest of the other one, or that of the pairs with that of the reference's."""
+PAIR_COLUMNS = ("chosen", "rejected", "reference chosen", "reference rejected", "is a pair")
+"""What they need of each pair of the global batch."""
 
 
 def sorted_counterparts(scores: "Tensor", references: "Tensor", real: "Tensor", variant: str) -> "Tensor":
@@ -105,6 +108,12 @@ class Dpo(PairLoss):
         if given.get("variant") == "exo_pair" and not given.get("label_smoothing"):
             raise ValueError("preference.variant=exo_pair: needs preference.label_smoothing; nearest: 0.001")
 
+    def preparation(self) -> Preparation:
+        found = super().preparation()
+        if self.options["variant"] not in SORTED:
+            return found
+        return found._replace(forward_passes=found.forward_passes + 1, gathered=len(PAIR_COLUMNS))
+
     def prepare(self, runner: "MicroBatchRunner", batches: "list[Batch]", rng_key: "Tensor") -> None:
         super().prepare(runner, batches, rng_key)
         if self.options["variant"] in SORTED:
@@ -122,7 +131,9 @@ class Dpo(PairLoss):
             references = torch.cat([batch["reference_scores"].view(-1, 2) for batch in batches]).to(scores)
         real = torch.cat([is_pair(batch).view(-1, 1) for batch in batches]).to(scores)
         group, count = runner.mesh.dp_cp, len(scores)
-        every = group.all_gather(torch.cat((scores, references, real), 1).contiguous())
+        columns = torch.cat((scores, references, real), 1).contiguous()
+        assert columns.shape[1] == len(PAIR_COLUMNS)
+        every = group.all_gather(columns)
         found = sorted_counterparts(every[:, :2], every[:, 2:4], every[:, 4] > 0, self.options["variant"])
         own = found[group.rank * count :][:count]
         sizes = [batch["pair_keys"].numel() // 2 for batch in batches]

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trainyard.config.preference_schema import SampleKind
 from trainyard.train.loss import HeadLoss, LossTerms
+from trainyard.train.objective import Preparation
 from trainyard.train.pair_loss import PairLoss, is_pair
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ class Kto(PairLoss):
     def sample_kind(cls, options: Any) -> SampleKind:
         return cls.kind._replace(mismatches=options.variant in (None, "kto"))
 
+    def preparation(self) -> Preparation:
+        found = super().preparation()
+        if self.options["variant"] != "kto":
+            return found
+        return found._replace(forward_passes=VIEWS * found.forward_passes + 1, summed=KL_VALUES)
+
     def views(self, batch: "Batch") -> "list[Batch]":
         return [batch, mismatched(batch)] if f"{MISMATCH}tokens" in batch else [batch]
 
@@ -62,7 +69,7 @@ class Kto(PairLoss):
 
         with torch.no_grad(), runner.eval_mode():
             runner([mismatched(batch) for batch in batches], rng_key, collect, backward=False)
-            total, count, _ = sums.all_reduce(rng_key.new_zeros(1, dtype=torch.float32))
+            total, count, _ = sums.all_reduce(rng_key.new_zeros(0, dtype=torch.float32))
         if isinstance(self.kl, float):
             self.kl = torch.zeros((), device=rng_key.device)
         self.kl.copy_((total / count.clamp(min=1))[0].clamp(min=0))
@@ -86,6 +93,10 @@ class Kto(PairLoss):
 
 
 MISMATCH = "kl_"
+VIEWS = 2
+"""Of a batch: its answers, and those to other prompts."""
+KL_VALUES = 2
+"""That ranks sum: the KL of their answers, and how many these are."""
 
 
 def mismatched(batch: "Batch") -> "Batch":

@@ -34,7 +34,7 @@ class FsdpStage:
         options: dict[str, Any] = {"mesh": meshes[False], "mp_policy": policy}
         if experts:
             options["shard_placement_fn"] = compat.placement_on_other_mesh(experts, meshes[True])
-        for block in model.layers.children():
+        for block in model.blocks:
             fully_shard(block, reshard_after_forward=state.zero_stage == 3, **options)
         # The loss uses the output projection after the model's forward: the root's parameters stay gathered until
         # backward.

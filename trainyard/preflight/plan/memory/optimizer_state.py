@@ -29,6 +29,8 @@ class OptimizerMemory:
         self.run = run
         params = local_params(run.model, run.layout.model_shard(0), stages)
         self.flat, self.frozen_flat = run.flat_buffer(params), run.frozen_buffer(params)
+        self.trained_bytes = self.flat.size * DTYPE_BYTES[run.precision.compute_dtype]
+        """Of all trained weights, in the compute dtype."""
         trained = (param.spec for param in params.values() if param.spec.trained)
         self.stored_bytes = run.stored_bytes(params)
         self.largest = max(prod(param.shape) for param in params.values())
@@ -49,7 +51,8 @@ class OptimizerMemory:
             return RankMemory(frozen, shard * master, shard * master + moments)
         gradients = size * gradient + (shard * gradient if zero else 0)
         master_is_weights = not zero and master == compute
-        weights = (size + self.frozen_flat.size) * compute + self.stored_bytes
+        copies = 1 + self.run.preparation.keeps_weights
+        weights = copies * self.trained_bytes + self.frozen_flat.size * compute + self.stored_bytes
         return RankMemory(weights, gradients, moments + (0 if master_is_weights else shard * master))
 
     def gathered_weights(self) -> tuple[int, int, int]:

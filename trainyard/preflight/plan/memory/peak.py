@@ -31,12 +31,21 @@ def estimate_memory(run: PlannedRun, pp: int) -> RankMemory:
     candidates = (
         *_schedule_peaks(run, pp, passes, state),
         *state.gradient_exchange([memory.live_after_layer for memory in passes]),
+        *_reference_passes(passes, state),
         state.update_workspace(),
         state.initialization(buffers),
     )
     peak = max(candidates, key=lambda candidate: candidate.total)
     allocated = state.resident + RankMemory(buffers=buffers) + peak
     return replace(allocated, fragmentation=int(allocated.total * run.device.fragmentation))
+
+
+def _reference_passes(passes: list[PassMemory], state: OptimizerMemory) -> Iterator[RankMemory]:
+    """The forward pass of each stage, without what a backward pass needs, while the weights of step 0 are in place of
+    the trained ones, which wait in another copy."""
+    if state.run.preparation.keeps_weights:
+        for memory in passes:
+            yield memory.forward + RankMemory(state.trained_bytes, activations=-memory.saved)
 
 
 def _batch_and_receive_bytes(run: PlannedRun, stages: list[StageSpec]) -> int:

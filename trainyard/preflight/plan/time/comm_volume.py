@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from trainyard.config.registries import OBJECTIVES
 from trainyard.core.user_code import is_user_path
 from trainyard.families.family import LOSSES
 from trainyard.parallel.flat_buffer import FlatBuffer
@@ -88,8 +87,9 @@ def step_messages(run: PlannedRun, rank: int) -> MessageCounts:
     _add_pipeline(messages)
     params = local_params(run.model, run.layout.model_shard(rank), messages.stages)
     (_add_data_parallel if run.zero < 2 else _add_fsdp)(messages, params)
+    _add_preparation(messages)
     name = run.train.objective or run.train.loss or run.family.loss
-    loss = UserLoss if is_user_path(name) else (OBJECTIVES if run.train.objective else LOSSES).find(name)
+    loss = run.objective or (UserLoss if is_user_path(name) else LOSSES.find(name))
     counted = 0 if loss is UserLoss else len(loss.term_names)
     messages.add("dp_cp", run.shards, "all_reduce", "float32", counted)  # numbers of labels with a loss
     reported = 2 * len((*loss.term_names, *loss.metric_names)) + STATUS_VALUES
@@ -103,13 +103,19 @@ def _add_model(messages: _RankMessages) -> None:
     run, layout = messages.run, messages.layout
     if layout.tp == layout.cp == layout.ep == 1:
         return
-    work = trace_work(run)
+    forward_passes = run.preparation.forward_passes
     parts = Counter(run.alike[layer] for stage in messages.stages for layer in stage.layers)
     first, last = (any(getattr(stage, end) for stage in messages.stages) for end in ("is_first", "is_last"))
     parts.update({EMBEDDING: int(first), HEAD: int(last), LOSS: int(last)})
-    for part, times in parts.items():
-        for message, count in work[part].messages.items() if part in work and times else ():
-            messages.counts[Message(*message)] += count * times * layout.micro_batches
+    scores = int(run.model.score_head)  # every rank has this head: nothing is sent in its backward pass
+    for work, passes, passes_of_loss in (
+        (trace_work(run), 1, 1 - scores),
+        (trace_work(run, forward_only=True), forward_passes, forward_passes + scores),
+    ):
+        for part, times in parts.items():
+            repeats = times * (passes_of_loss if part == LOSS else passes) * layout.micro_batches
+            for message, count in work[part].messages.items() if part in work and repeats else ():
+                messages.counts[Message(*message)] += count * repeats
     if not last:
         return
     # The loss: for each token of a chunk of logits the maximum, then the sum and the label's logit.
@@ -118,11 +124,21 @@ def _add_model(messages: _RankMessages) -> None:
     chunk = loss_chunk_tokens(tokens, -(-run.model.vocab // layout.tp), run.device.max_logits_bytes)
     passes = 1
     if run.train.objective:  # backward computes the logits again; answers are sums over all ranks of a sequence
-        passes = 2
-        messages.add("cp", layout.cp, "all_reduce", "float32", 4 * run.train.micro_batch, 2 * layout.micro_batches)
+        passes = 2 + forward_passes
+        messages.add("cp", layout.cp, "all_reduce", "float32", 4 * run.train.micro_batch, passes * layout.micro_batches)
+    if scores:
+        return
     for size, times in ((chunk, passes * (tokens // chunk)), (tokens % chunk, passes)):
         messages.add("tp", layout.tp, "all_reduce", "float32", size, layout.micro_batches * times)
         messages.add("tp", layout.tp, "all_reduce", "float32", 2 * size, layout.micro_batches * times)
+
+
+def _add_preparation(messages: _RankMessages) -> None:
+    """What an objective sums or gathers before the passes of a step."""
+    run, layout = messages.run, messages.layout
+    messages.add("world", layout.world_size, "all_reduce", "float32", run.preparation.summed)
+    pairs = run.train.micro_batch * layout.micro_batches * run.shards
+    messages.add("dp_cp", run.shards, "all_gather", "float32", run.preparation.gathered * pairs)
 
 
 def _add_pipeline(messages: _RankMessages) -> None:
@@ -130,10 +146,13 @@ def _add_pipeline(messages: _RankMessages) -> None:
     run, layout = messages.run, messages.layout
     size = run.tokens * run.model.hidden // (layout.tp if run.sequence_parallel else 1)
     for stage in messages.stages:
-        neighbors = [stage.index - 1] * (not stage.is_first) + [stage.index + 1] * (not stage.is_last)
-        for peer in map(layout.stage_owner, neighbors):
+        neighbors = [(stage.index - 1, "receive")] * (not stage.is_first)
+        neighbors += [(stage.index + 1, "send")] * (not stage.is_last)
+        for neighbor, of_activations in neighbors:
+            peer = layout.stage_owner(neighbor)
             for kind in ("send", "receive") if peer != messages.coords["pp"] else ():
-                messages.add("pp", layout.pp, kind, messages.compute_dtype, size, layout.micro_batches, peer)
+                passes = 1 + run.preparation.forward_passes * (kind == of_activations)
+                messages.add("pp", layout.pp, kind, messages.compute_dtype, size, passes * layout.micro_batches, peer)
 
 
 def _add_data_parallel(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
@@ -162,12 +181,13 @@ def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
 
     by_stage = local_params_by_stage(run.model, run.layout.model_shard(messages.rank))
     alike = first_alike(run.model)
-    block_gathers = 2 if run.zero == 3 else 1
+    block_gathers = 2 + run.preparation.forward_passes if run.zero == 3 else 1
     for stage in messages.stages:
         ends = by_stage["first"] * stage.is_first + by_stage["last"] * stage.is_last
         ends = by_stage["both"] * (stage.is_first or stage.is_last) + ends
         kinds = Counter(alike[layer] for layer in stage.layers)
         blocks = ((by_stage[kind], count, block_gathers) for kind, count in kinds.items())
+        # Weights that stay gathered after a forward pass are there for the next one, up to a backward pass.
         for members, count, gathers in (*blocks, (ends, 1, 1)):
             by_group: dict[tuple[str, int], list[LocalParam]] = {}
             for param in members:

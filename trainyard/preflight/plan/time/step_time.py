@@ -29,6 +29,8 @@ UPDATE_BYTES_PER_WEIGHT = 30
 """Bytes that AdamW moves for each weight; LAMB moves twice as many."""
 LOSS_BYTES_PER_LOGIT = 8
 """Bytes that the loss moves for each logit."""
+HEAD_FORWARD_SHARE = 1 / 3
+"""Share of the forward pass in the work of the head; the others are two gradients."""
 NON_PADDING_SHARE = 0.75
 """Share of tokens that are not padding, where padding is removed (the share of synthetic samples)."""
 SCHEDULE_BUBBLE = {"1f1b": 1.0, "zero_bubble": 1 / 3, "zbv": 1 / 6}
@@ -192,14 +194,15 @@ def _weights_by_stage(
 
 
 def micro_batch_time(run: PlannedRun, pp: int, hardware: Hardware) -> IdealTime:
-    """Forward and backward pass of one micro batch on one rank."""
+    """Forward and backward pass of one micro batch on one rank, and the forward passes of an objective before these."""
     stages, precision = run.layout.stages_on(pp), run.precision
     layers = Counter(run.alike[layer] for stage in stages for layer in stage.layers)
-    total = IdealTime()
+    total, forward_passes = IdealTime(), run.preparation.forward_passes
     for layer, count in layers.items():
         total = total.plus(layer_time(run, hardware, layer), count)
+        total = total.plus(layer_time(run, hardware, layer, forward_only=True), count * forward_passes)
     if any(stage.is_last for stage in stages):
-        total = total.plus(_head_time(run, hardware))
+        total = total.plus(_head_time(run, hardware), 1 + forward_passes * HEAD_FORWARD_SHARE)
     if not hardware.entry.kind.gpu_operators:
         # Without fused wgrad accumulation gradients are added in a pass over memory.
         gradient, compute = DTYPE_BYTES[precision.grad_accum_dtype], DTYPE_BYTES[precision.compute_dtype]
@@ -208,10 +211,10 @@ def micro_batch_time(run: PlannedRun, pp: int, hardware: Hardware) -> IdealTime:
     return total
 
 
-def layer_time(run: PlannedRun, hardware: Hardware, layer: int) -> IdealTime:
+def layer_time(run: PlannedRun, hardware: Hardware, layer: int, forward_only: bool = False) -> IdealTime:
     """One transformer block, from its trace: matrix multiplications, attention, and all other passes over memory.
     `layer` is the first of its kind."""
-    work, fused, share = trace_work(run)[layer], hardware.entry.kind.fused_attention, _token_share(run)
+    work, fused, share = trace_work(run, forward_only)[layer], hardware.entry.kind.fused_attention, _token_share(run)
     kind = "fp32" if run.precision.kind == "fp32" else "bf16"
     backward_factor = 2.5 if fused else 2.0  # kernels that do not save scores recompute them
     score_passes = 0 if fused else run.family.score_passes

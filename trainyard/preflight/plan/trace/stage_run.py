@@ -230,7 +230,7 @@ class StageRun:
             return self.block_inputs
 
         self.model.block_inputs = keep_block_inputs  # type: ignore[method-assign]
-        apply_recompute(list(self.model.layers.children()), stage.recompute, eager_checkpoint, stage.compiled)
+        apply_recompute(self.model.blocks, stage.recompute, eager_checkpoint, stage.compiled)
         self.dtype = DTYPES[precision.compute_dtype]
         blueprint = models.blueprint_of(stage.model)
         models.store_weights(self.model, _stored_weights(blueprint, self.model, precision))

@@ -5,6 +5,7 @@ Memory traffic is that of fused kernels, the least that must be moved, whatever 
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -147,13 +148,13 @@ class PartWork:
     messages: Counter[MessageKey] = field(default_factory=Counter)
 
 
-def trace_work(run: PlannedRun) -> dict[int, PartWork]:
-    """Work by part of a model with the first layer of each kind."""
+def trace_work(run: PlannedRun, forward_only: bool = False) -> dict[int, PartWork]:
+    """Work by part of a model with the first layer of each kind, or its part in the forward pass."""
     # Padding counts as work here: `layer_time` takes its share off where a run removes it.
     unpacked = replace(run.micro_batch, packed_tokens=None)
     stage = run.traced_stage(_traced_layers(run.alike, run.fp8_layers))
     fused = replace(stage, micro_batch=unpacked, device=TRACED_DEVICE, fused_kernels=True, fused_wgrad=False)
-    return _trace_stage_work(fused)
+    return _trace_stage_work(fused)[forward_only]
 
 
 def _traced_layers(alike: tuple[int, ...], fp8_layers: range) -> tuple[int, ...]:
@@ -164,11 +165,11 @@ def _traced_layers(alike: tuple[int, ...], fp8_layers: range) -> tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def _trace_stage_work(stage: TracedStage) -> dict[int, PartWork]:
+def _trace_stage_work(stage: TracedStage) -> tuple[dict[int, PartWork], dict[int, PartWork]]:
     recorder = _WorkRecorder(stage.ep)
     factory = partial(AttentionFactory, recorder.on_attention)
     StageRun(stage, recorder, factory, traced_chunks=0, accumulates=False).run()
-    return dict(recorder.work)
+    return dict(recorder.work), recorder.forward_work
 
 
 class _WorkRecorder(PartRecorder):  # type: ignore[no-untyped-call]
@@ -176,8 +177,12 @@ class _WorkRecorder(PartRecorder):  # type: ignore[no-untyped-call]
         super().__init__()
         self.ep = ep
         self.work: dict[int, PartWork] = defaultdict(PartWork)
+        self.forward_work: dict[int, PartWork] = {}
         self.partial_sums: list[Tensor] = []
         """Not counted: their size depends on the number of programs of a GPU, not on the work."""
+
+    def end_forward(self) -> None:
+        self.forward_work = deepcopy(dict(self.work))
 
     def on_message(self, group: str, size: int, kind: str, tensor: Tensor) -> None:
         self._add_message(group, size, kind, tensor.dtype, tensor.nbytes, 1)
