@@ -47,7 +47,7 @@ BUDGETS = {
     "checkpoint": 570,
     "cli": 5140,
     "cluster": 2200,
-    "compat": 480,
+    "compat": 525,
     "config": 1720,
     "core": 945,
     "dashboard": 1350,

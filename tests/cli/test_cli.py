@@ -189,7 +189,7 @@ def test_version(call: Call) -> None:
     ("words", "expected"),
     [
         ("trainyard tr", {"train", "trace"}),
-        ("trainyard train tiny", {"tiny-chat", "tiny-dpo", "tiny-grpo", "tiny-llama"}),
+        ("trainyard train tiny", {"tiny-chat", "tiny-dpo", "tiny-grpo", "tiny-llama", "tiny-long-context"}),
         ("trainyard plan llama2", {"llama2-7b"}),
         ("trainyard plan --sea", {"--search"}),
         ("trainyard data tok", {"tokenize"}),

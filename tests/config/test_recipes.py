@@ -40,6 +40,7 @@ PARAMETERS = {
 }
 # Each family, optimizer, kind of recompute and RoPE scaling trains in the fast tier.
 TRAINED_IN_FAST_TIER = {
+    "tiny-long-context",
     "qwen3-30b-a3b",
     "tiny-llama",
     "bert-large-phase1-lamb",
@@ -53,7 +54,7 @@ def parameter_count(config: Config) -> int:
 
 
 def test_every_recipe_is_listed() -> None:
-    assert set(recipe_names()) == {*PARAMETERS, "tiny-llama", "tiny-chat", "tiny-dpo", "tiny-grpo"}
+    assert set(recipe_names()) == {*PARAMETERS, "tiny-llama", "tiny-chat", "tiny-dpo", "tiny-grpo", "tiny-long-context"}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -25,6 +25,38 @@ def stream_of_texts() -> torch.Tensor:
     return torch.tensor([token for text in TEXTS for token in [*tokenizer.encode(text), tokenizer.eos_token_id]])
 
 
+@pytest.mark.parametrize("parts", [1, 4, 5])
+def test_loss_by_position(hf_folder: HfFolder, text_file: Path, parts: int) -> None:
+    """The parts of windows of 24 tokens, of which the last is partial, against transformers' losses token by token."""
+    directory, model = hf_folder("llama")
+    tokens = stream_of_texts()
+    losses, counts = [0.0] * SEQ_LEN, [0] * SEQ_LEN
+    for start in range(0, len(tokens) - 1, SEQ_LEN):
+        window, labels = tokens[start : start + SEQ_LEN], tokens[start + 1 : start + SEQ_LEN + 1]
+        with torch.no_grad():
+            logits = model(input_ids=window[None]).logits[0, : len(labels)]
+        for position, loss in enumerate(cross_entropy(logits, labels, reduction="none").tolist()):
+            losses[position] += loss
+            counts[position] += 1
+    result = evaluate_one(directory, text_file, f"data.seq_len={SEQ_LEN}", by_position=parts)
+    rows = result["by_position"]
+    assert [row["first"] for row in rows] == [-(-SEQ_LEN * part // parts) for part in range(parts)]
+    for row in rows:
+        positions = slice(row["first"], row["last"] + 1)
+        assert row["tokens"] == sum(counts[positions])
+        assert row["loss"] == pytest.approx(sum(losses[positions]) / row["tokens"], rel=1e-6)
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert rows[-1]["last"] == SEQ_LEN - 1
+    assert not any("position" in name for name in result.keys() - {"by_position"})
+    assert result["loss"] == pytest.approx(sum(losses) / sum(counts), rel=1e-6)
+
+
+def test_loss_by_position_needs_next_tokens(hf_folder: HfFolder, hdf5_file: Path) -> None:
+    directory, _ = hf_folder("bert")
+    with pytest.raises(UserError, match="--by-position 2: needs a loss of next tokens"):
+        evaluate_one(directory, hdf5_file, by_position=2)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("stride", [None, 10])
 def test_text_has_the_loss_of_transformers(

@@ -344,7 +344,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({**configs.LLAMA, "hidden": 64}, "model.hidden=64: the checkpoint {} has 32"),
         ({**configs.LLAMA, "layers": 3}, "model.layers=3: the checkpoint {} has 2"),
         (configs.GPT, "model.family=gpt: the checkpoint {} has llama"),
-        ({**configs.LLAMA, "rope_theta": 5.0}, "model.rope_theta=5.0: the checkpoint {} has 10000.0"),
+        (
+            {**configs.LLAMA, "rope_theta": 5.0},
+            "model.rope_theta=5.0: the checkpoint {} has 10000.0; nearest: 10000.0, or checkpoint.weights_only=true",
+        ),
     ],
 )
 def test_other_model_is_refused(tmp_path: Path, saved: Path, model: dict[str, Any], line: str) -> None:

@@ -20,6 +20,7 @@ from trainyard.core.world import World
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.data.loading.text_stream import tokenizer_spec
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
+from trainyard.evaluate.by_position import LossByPosition, position_rows
 from trainyard.evaluate.data_sets import DataOptions, EvaluationData, open_data
 from trainyard.formats.registry import OpenedCheckpoint, read_model_files
 from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids
@@ -57,9 +58,11 @@ def evaluate_data(
     stride: int | None = None,
     text_key: str = "text",
     seq_len_is_given: bool = False,
+    by_position: int | None = None,
 ) -> list[dict[str, Any]]:
     """The results of each data set: of each argument, or of the arguments of each name. `tokenizer` names one; by
-    default it comes with the checkpoint. The other arguments are those of DataOptions. All ranks call this."""
+    default it comes with the checkpoint. `by_position`: parts of a window whose loss is reported, too. The other
+    arguments are those of DataOptions. All ranks call this."""
     config, weights = source.config, source.opened.weights
     if tokenizer:
         spec = tokenizer_spec(config.data, config.model.new_tokens)._replace(name=tokenizer)
@@ -73,7 +76,7 @@ def evaluate_data(
     sets = data if isinstance(data, Mapping) else {argument: [argument] for argument in data}
     # A wrong path is reported before weights are read.
     opened = [open_data(name, arguments, options) for name, arguments in sets.items()]
-    evaluator = Evaluator(config, weights, source.world, on_progress=source.on_progress)
+    evaluator = Evaluator(config, weights, source.world, source.on_progress, by_position)
     return [evaluator.evaluate(each) for each in opened]
 
 
@@ -86,6 +89,7 @@ class Evaluator:
         weights: WeightSource,
         world: World | None = None,
         on_progress: OnProgress = lambda what, done, total: None,
+        by_position: int | None = None,
     ) -> None:
         """Build the stages of this rank and read its part of `weights`."""
         self.config, self.on_progress = config, on_progress
@@ -99,6 +103,8 @@ class Evaluator:
         self.context = context = build.build_rank_context(model, config.device, self.device, self.mesh)
         self.loss_fn = build.build_loss(config, None, context, compile_fn)
         self.metrics = build.build_metrics(config.evaluate.metrics, None, self.loss_fn)
+        if by_position:
+            self.loss_fn = LossByPosition(self.loss_fn, by_position)
         self.models = build.build_stages(model, precision, context, config.data.seq_len, config.train)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         self._load(weights)
@@ -137,12 +143,15 @@ class Evaluator:
         runner = self._runner(data.seq_len, data.max_predictions)
         totals = evaluate(runner, self.loss_fn, self.metrics, self._counted(batches, total))
         main_term = next((name for name in totals.term_names if name in PERPLEXITY_TERMS), totals.term_names[0])
+        by_position = self.loss_fn.part_names if isinstance(self.loss_fn, LossByPosition) else ()
         result: dict[str, Any] = {
             "data": data.name,
-            **totals.means(),
+            **{name: mean for name, mean in totals.means().items() if name not in by_position},
             "tokens": round(totals.counts[main_term]),
             "seq_len": data.seq_len,
         }
+        if isinstance(self.loss_fn, LossByPosition):
+            result["by_position"] = position_rows(self.loss_fn, totals, data.seq_len)
         if data.count_bytes and main_term == "lm" and self.mesh.layout_rank == 0 and (count := data.count_bytes()):
             result |= {"bytes": count, "bits_per_byte": totals.sums[main_term] * BITS_PER_NAT / count}
         return result | {"seconds": perf_counter() - start}

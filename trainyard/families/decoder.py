@@ -105,6 +105,10 @@ class DecoderConfig(ModelConfig):
         return self
 
     @property
+    def context_keys(self) -> tuple[str, ...]:
+        return ("max_positions", "rope_theta", "rope_scaling")
+
+    @property
     def rotary_size(self) -> int:
         """Dims of a head that RoPE rotates."""
         return int(self.head_size * getattr(self, "partial_rotary_factor", 1.0))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from trainyard.core.section import ONE_OR_MORE, PositiveInt, Section, nearest_divisor
+from trainyard.core.yaml_io import format_value
 from trainyard.families.linear_wrapper import LinearSection
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -113,6 +114,11 @@ class ModelConfig(Section):
         return self.model_copy(update={"mtp_layers": 0}) if self.mtp_blocks else self
 
     @property
+    def context_keys(self) -> tuple[str, ...]:
+        """Keys that a run may change when it starts from the weights of another one: they have no weights."""
+        return ()
+
+    @property
     def num_experts(self) -> int:
         """Number of experts in a layer with experts; 0 without a mixture of experts."""
         return getattr(self, "experts", 0)
@@ -161,6 +167,23 @@ def first_model_difference(model_a: ModelConfig, model_b: ModelConfig) -> tuple[
         if not ignored and a.get(key) != b.get(key):
             return key, a.get(key), b.get(key)
     return None
+
+
+def with_context_of(model: ModelConfig, stored: ModelConfig) -> ModelConfig:
+    """A model with the `context_keys` of another one, whose weights it takes."""
+    changed = {key: getattr(stored, key) for key in model.context_keys if getattr(model, key) != getattr(stored, key)}
+    return model.model_copy(update=changed) if changed else model
+
+
+def context_notes(stored: ModelConfig, model: ModelConfig) -> tuple[str, ...]:
+    """One line about `context_keys` that differ from those of the model whose weights are taken. A shorter context
+    needs none."""
+    found, before = (each.model_dump(mode="json") for each in (model, stored))
+    shorter = ("max_positions",) if model.max_positions <= stored.max_positions else ()
+    keys = [key for key in model.context_keys if key in before and key not in shorter]
+    changed = [key for key in keys if found[key] != before[key]]
+    texts = [f"model.{key}={format_value(found[key])} (before: {format_value(before[key])})" for key in changed]
+    return (f"other positions than the weights were trained with: {', '.join(texts)}",) if texts else ()
 
 
 def _compared_keys(model: ModelConfig) -> dict[str, Any]:

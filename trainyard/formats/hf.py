@@ -26,7 +26,7 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import read_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
-from trainyard.families.model_config import first_model_difference
+from trainyard.families.model_config import context_notes, first_model_difference
 from trainyard.families.mtp import is_later_layer, stored_mtp
 from trainyard.families.registry import hf_names
 from trainyard.formats.format import CheckpointFormat, FormatWriter
@@ -134,9 +134,17 @@ def open_hf(directory: str | Path, model: models.ModelConfig | None = None) -> S
             weights = weights_from_tensors(model, opener(root / file))
         else:
             continue
-        weights.notes = tuple(changed_files(root))
+        weights.notes = (*changed_files(root), *_context_notes(root / "config.json", model))
         return weights
     raise UserError(f"{root / SAFETENSORS_FILE}: no such file; expected a Hugging Face directory with safetensors")
+
+
+def _context_notes(file: Path, model: models.ModelConfig) -> tuple[str, ...]:
+    """What differs between the positions of a model and those of the config.json beside its weights."""
+    try:
+        return context_notes(read_hf(json.loads(file.read_text()), models.family_of(model)), model)
+    except (OSError, ValueError, UserError):  # the model is what the caller says
+        return ()
 
 
 def write_hf(

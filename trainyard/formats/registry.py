@@ -16,7 +16,7 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import SCORE_HEAD
 from trainyard.families.hf_config import from_hf
 from trainyard.families.linear_wrappers.lora import LoraKeys
-from trainyard.families.model_config import first_model_difference
+from trainyard.families.model_config import context_notes, first_model_difference, with_context_of
 from trainyard.formats import hf, optimum, weights_file
 from trainyard.formats.dcp import weights as dcp
 from trainyard.formats.format import CheckpointFormat
@@ -236,13 +236,17 @@ def _open_native(
         stored_model = stored_model.without_score_head
     if stored_model and not checkpoint.model.mtp_blocks:
         stored_model = stored_model.without_mtp
+    notes: tuple[str, ...] = ()
+    if stored_model:
+        notes = context_notes(checkpoint.model, stored_model)
+        stored_model = with_context_of(stored_model, checkpoint.model)
     if stored_model and (difference := first_model_difference(checkpoint.model, stored_model)):
         key, stored, expected = difference
         raise UserError(f"model.{key}={expected}: {location} has {stored}")
     if model and stored_model is not model:
         new = {NEW_HEAD_NOTE: model.score_head and not checkpoint.model.score_head}
         new[NEW_MTP_NOTE] = bool(model.mtp_blocks and not checkpoint.model.mtp_blocks)
-        notes = tuple(note for note, is_new in new.items() if is_new)
+        notes += tuple(note for note, is_new in new.items() if is_new)
         return OpenedCheckpoint("native", AddedParameters(checkpoint, model, seed), notes)
     has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
     return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)

@@ -61,12 +61,13 @@ class LlamaAttention(Recomputable):
         if self.norms_all_heads:
             qkv = self._norm_all_heads(qkv)
         cos_TK, sin_TK, query_scale = positions[self.rope_index]
-        rope = (cos_TK, sin_TK, *self.local_heads, self.rope_interleaved)
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = self.q_norm.factor, self.k_norm.factor, self.q_norm.eps
-            q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(qkv, *norms, *rope)
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(
+                qkv, *norms, cos_TK, sin_TK, *self.local_heads, self.rope_interleaved
+            )
         else:
-            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, *rope)
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads, self.rope_interleaved)
         if query_scale is not None:
             q_BHTK = (q_BHTK * query_scale).to(q_BHTK.dtype)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)

@@ -46,9 +46,13 @@ class EvaluationTotals:
         loss, every_mean = mean_loss(sums, counts, len(self.term_names))
         means, result = dict(zip(names, every_mean.tolist(), strict=True)), {"loss": float(loss)}
         for name in set(self.term_names) & set(PERPLEXITY_TERMS):
-            result["perplexity"] = exp(min(means[name], 700.0))
+            result["perplexity"] = perplexity_of(means[name])
         # A single term equals the loss and is not repeated.
         return result | {name: mean for name, mean in means.items() if self.term_names != (name,)}
+
+
+def perplexity_of(loss: float) -> float:
+    return exp(min(loss, 700.0))
 
 
 @torch.no_grad()

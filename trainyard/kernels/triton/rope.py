@@ -16,14 +16,13 @@ from trainyard.kernels.triton.language import tl, triton
 
 
 @triton.jit
-def _columns(HALF, TURNS, INTERLEAVED, BLOCK_K):  # type: ignore[no-untyped-def]
+def _columns(HALF, TURNS, BLOCK_K):  # type: ignore[no-untyped-def]
     """The dims of both members of each of the HALF pairs of a head, [1, BLOCK_K]. The first TURNS pairs rotate."""
     pair = tl.arange(0, BLOCK_K)[None, :]
-    if INTERLEAVED:
-        return tl.where(pair < TURNS, 2 * pair, TURNS + pair), tl.where(pair < TURNS, 2 * pair + 1, HALF + pair)
-    if TURNS == HALF:
-        return pair, pair + HALF
-    return tl.where(pair < TURNS, pair, TURNS + pair), tl.where(pair < TURNS, TURNS + pair, HALF + pair)
+    first, second = pair, pair + HALF
+    if TURNS < HALF:
+        first, second = tl.where(pair < TURNS, pair, TURNS + pair), tl.where(pair < TURNS, TURNS + pair, HALF + pair)
+    return first, second
 
 
 @triton.jit
@@ -38,20 +37,31 @@ def _load_angle(cos, sin, TURNS, INTERLEAVED, BLOCK_K):  # type: ignore[no-untyp
 def _load_heads(source, token, stride, heads, HALF, TURNS, INTERLEAVED, BLOCK_H, BLOCK_K):  # type: ignore[no-untyped-def]
     """Both members of the pairs of all heads of a token, fp32."""
     head = tl.arange(0, BLOCK_H)[:, None]
-    mask = (head < heads) & (tl.arange(0, BLOCK_K)[None, :] < HALF)
-    first, second = _columns(HALF, TURNS, INTERLEAVED, BLOCK_K)
     at = source + token * stride + head * 2 * HALF
-    return tl.load(at + first, mask, 0.0).to(tl.float32), tl.load(at + second, mask, 0.0).to(tl.float32)
+    if INTERLEAVED:  # whole rows, of which threads load many bytes at once
+        column = tl.arange(0, 2 * BLOCK_K)[None, :]
+        x = tl.load(at + column, (head < heads) & (column < 2 * HALF), 0.0)
+        x1, x2 = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_K, 2)))
+    else:
+        mask = (head < heads) & (tl.arange(0, BLOCK_K)[None, :] < HALF)
+        first, second = _columns(HALF, TURNS, BLOCK_K)
+        x1, x2 = tl.load(at + first, mask, 0.0), tl.load(at + second, mask, 0.0)
+    return x1.to(tl.float32), x2.to(tl.float32)
 
 
 @triton.jit
 def _store_heads(target, token, stride, heads, x1, x2, HALF, TURNS, INTERLEAVED, BLOCK_H, BLOCK_K):  # type: ignore[no-untyped-def]
     head = tl.arange(0, BLOCK_H)[:, None]
-    mask = (head < heads) & (tl.arange(0, BLOCK_K)[None, :] < HALF)
-    first, second = _columns(HALF, TURNS, INTERLEAVED, BLOCK_K)
     at = target + token * stride + head * 2 * HALF
-    tl.store(at + first, x1.to(target.dtype.element_ty), mask)
-    tl.store(at + second, x2.to(target.dtype.element_ty), mask)
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK_K)[None, :]
+        x = tl.reshape(tl.join(x1, x2), (BLOCK_H, 2 * BLOCK_K))
+        tl.store(at + column, x.to(target.dtype.element_ty), (head < heads) & (column < 2 * HALF))
+    else:
+        mask = (head < heads) & (tl.arange(0, BLOCK_K)[None, :] < HALF)
+        first, second = _columns(HALF, TURNS, BLOCK_K)
+        tl.store(at + first, x1.to(target.dtype.element_ty), mask)
+        tl.store(at + second, x2.to(target.dtype.element_ty), mask)
 
 
 @triton.jit

@@ -43,7 +43,8 @@ class PositionTables(nn.Module):
         cos = sin = query_scale = None
         if rope.size:
             frequency = getattr(self, f"frequencies{index}")
-            frequency = CHOICES[rope.scaling.kind](rope, frequency, length) if rope.static_length else frequency[0]
+            choose = CHOICES.get(rope.scaling.kind) if rope.scaling else None
+            frequency = choose(rope, frequency, length) if choose else frequency[0]
             cos, sin = self.kernels.rope_angles(position, frequency, rope.attention_factor)
         if scale := rope.query_scale:
             query_scale = 1 + scale.weight * torch.log1p(((position + 1) / scale.interval).floor())[..., None]

@@ -36,7 +36,8 @@ def check_compatible(checkpoint: Checkpoint, config: Config, mesh: Mesh, device:
     check_data(checkpoint, config.data, config.checkpoint.accept_changed_data, mesh, device)
     if difference := first_model_difference(checkpoint.config.model, config.model):
         key, saved, current = difference
-        raise UserError(f"model.{key}={current}: the checkpoint {checkpoint.storage} has {saved}")
+        nearest = f"; nearest: {saved}, or checkpoint.weights_only=true" if key in config.model.context_keys else ""
+        raise UserError(f"model.{key}={current}: the checkpoint {checkpoint.storage} has {saved}{nearest}")
     if missing := [kind for kind in expected_kinds(config.optimizer) if kind not in checkpoint.dtypes]:
         before, now = checkpoint.config.optimizer.kind, config.optimizer.kind
         raise UserError(

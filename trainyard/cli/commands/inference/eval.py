@@ -30,7 +30,7 @@ from trainyard.formats.registry import FORMAT_DESCRIPTIONS, open_adapter, open_w
 from trainyard.formats.transfer import local_source
 from trainyard.parallel.layout import Layout
 
-HIDDEN = ("data", "bytes", "seconds")
+HIDDEN = ("data", "bytes", "seconds", "by_position")
 """Results that are only in the JSON document, or in a column of their own."""
 INTEGERS = ("tokens", "seq_len")
 OVERRIDE = re.compile(rf"({'|'.join(Config.model_fields)})\.[\w.]+=")
@@ -53,6 +53,9 @@ def eval(
     nproc: Nproc = 1,
     stride: Annotated[
         int | None, Option(min=1, help="Tokens between the starts of windows. Default: data.seq_len, no overlap.")
+    ] = None,
+    by_position: Annotated[
+        int | None, Option(min=1, metavar="N", help="Also the loss in each of N equal parts of a window.")
     ] = None,
     tokenizer: TokenizerName = None,
     json_key: JsonKey = "text",
@@ -88,6 +91,8 @@ def eval(
       trainyard eval runs/my-run
 
       trainyard eval hf-model data/wiki data.seq_len=1024 --stride 512
+
+      trainyard eval runs/my-run valid.jsonl data.seq_len=4096 --by-position 8
 
       trainyard eval nxd/step_1000 valid.jsonl --config config.json
 
@@ -143,13 +148,15 @@ def eval(
             names = tasks.split(",")
             report |= run_tasks(source, names, include_path, num_fewshot, limit, named_tokenizer)
         else:
-            reading = (named_tokenizer, stride, json_key, "data.seq_len" in keys)
+            reading = (named_tokenizer, stride, json_key, "data.seq_len" in keys, by_position)
             report |= {"stride": stride, "results": evaluate_data(source, sets or data, *reading)}
         shutdown_distributed()  # not after an error: other ranks may wait in the groups
     if world.rank == 0 and as_json:
         print(json.dumps(report, default=str))
     elif world.rank == 0:
         console.print(task_table(report["results"]) if tasks else results_table(report["results"]))
+        for result in report["results"] if by_position else ():
+            console.print(results_table(position_cells(result), "positions"))
     return 0
 
 
@@ -204,10 +211,16 @@ class EvalProgress:
         self.display = None
 
 
-def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
+def position_cells(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row per part of the windows of a data set."""
+    names = ("loss", "perplexity", "tokens")
+    return [{"data": f"{x['first']}-{x['last']}", **{name: x[name] for name in names}} for x in result["by_position"]]
+
+
+def results_table(results: Sequence[Mapping[str, Any]], title: str = "data") -> Table:
     """A row per data set. Columns are those that any data set has."""
     columns = list(dict.fromkeys(name for result in results for name in result if name not in HIDDEN))
-    table = Table("data", box=box.SIMPLE_HEAD)
+    table = Table(title, box=box.SIMPLE_HEAD)
     for name in columns:
         table.add_column(name.replace("_", " "), justify="right")
     for result in results:

@@ -71,9 +71,9 @@ class DecodeKernels(TritonKernels):
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv = value_of(qkv)
         x_BHTK = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1).transpose(1, 2)
-        is_plain = cos is not None and sin is not None and cos.shape[-1] == x_BHTK.shape[-1] and not interleaved
-        if not is_plain or not _is_decode_step(qkv) or qkv.shape[1] > 1:  # attention rotates halves of a head only
-            return super().rope(qkv, cos, sin, heads, kv_heads, interleaved)
+        is_one_token = _is_decode_step(qkv) and qkv.shape[1] == 1
+        if cos is None or sin is None or interleaved or cos.shape[-1] < x_BHTK.shape[-1] or not is_one_token:
+            return super().rope(qkv, cos, sin, heads, kv_heads, interleaved)  # attention rotates halves of heads only
         q, k = PendingRope(x_BHTK[:, :heads], cos, sin), PendingRope(x_BHTK[:, heads:-kv_heads], cos, sin)
         return q, k, x_BHTK[:, -kv_heads:]
 
