@@ -43,7 +43,8 @@ class LlamaAttention(Recomputable):
             )
         layer = layer_index(name)
         assert layer is not None
-        self.rope_index, self.rope_interleaved = c.ropes.index(c.rope_of(layer)), c.rope_interleaved
+        rope = c.rope_of(layer)
+        self.rope_index, self.rope_interleaved = c.ropes.index(rope), rope is not None and rope.interleaved
         window = c.attention_window(layer)
         self.sinks = make.optional_parameter(f"{name}.sinks")
         scores: dict[str, Any] = {"scale": style.attention_scale, "soft_cap": style.attention_soft_cap}
@@ -53,8 +54,15 @@ class LlamaAttention(Recomputable):
         self.output = make.linear(f"{name}.output")
 
     def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
+        return reduce_output(self.tp, self.output, self.attend(self.project(x_BTD), positions, documents_BT))
+
+    def project(self, x_BTD: Tensor) -> Tensor:
+        """q, k and v of this rank's heads, side by side."""
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
-        qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
+        return projections[0] if len(projections) == 1 else torch.cat(projections, -1)
+
+    def attend(self, qkv: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
+        """The output of all heads, [B, T, H K]."""
         if self.norms_all_heads:
             qkv = self._norm_all_heads(qkv)
         cos_TK, sin_TK, query_scale = positions[self.rope_index]
@@ -68,7 +76,7 @@ class LlamaAttention(Recomputable):
         if query_scale is not None:
             q_BHTK = (q_BHTK * query_scale).to(q_BHTK.dtype)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
-        return reduce_output(self.tp, self.output, y_BHTK.transpose(1, 2).flatten(2))
+        return y_BHTK.transpose(1, 2).flatten(2)
 
     def _norm_all_heads(self, qkv: Tensor) -> Tensor:
         assert self.q_norm is not None
