@@ -27,16 +27,12 @@ DECODER |= {"head_dim": 6, "bos_token_id": 5, "eos_token_id": [6, 7], "pad_token
 LAYER_NORM = {**{key: value for key, value in DECODER.items() if key != "rms_norm_eps"}, "layer_norm_eps": 1e-3}
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
 QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob": True}
+NEXT = {"linear_num_key_heads": 8, "linear_num_value_heads": 48, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+NEXT |= {"linear_conv_kernel_dim": 3, "shared_expert_intermediate_size": 40, "norm_topk_prob": False}
 DEEPSEEK = {key: value for key, value in DECODER.items() if key not in ("head_dim", "num_key_value_heads")}
-DEEPSEEK |= {
-    "hidden_size": 128,
-    "num_attention_heads": 128,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 3,
-    "attention_bias": True,
-}
+DEEPSEEK |= {"hidden_size": 128, "num_attention_heads": 128, "n_routed_experts": 16, "num_experts_per_tok": 3}
 DEEPSEEK |= {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
-DEEPSEEK |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
+DEEPSEEK |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5, "attention_bias": True}
 FILES: dict[str, dict[str, Any]] = {
     "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
     "granite": {**DECODER, "attention_bias": True, "mlp_bias": True}
@@ -61,6 +57,7 @@ FILES: dict[str, dict[str, Any]] = {
     | {"bos_token_id": 3},
     "qwen2_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
+    "qwen3_next": {**DECODER, **EXPERTS, **QWEN_EXPERTS, **NEXT, "num_experts": 12, "num_key_value_heads": 4},
     "olmoe": {**DECODER, **EXPERTS, "num_experts": 9, "norm_topk_prob": True},
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": {**DEEPSEEK, "norm_topk_prob": False, "rope_interleave": False, "num_nextn_predict_layers": 2},
@@ -129,8 +126,9 @@ def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
     assert {key: getattr(defaults, key, value) for key, value in family.hf.fixed.items()} == family.hf.fixed
 
 
-SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
+SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT, "qwen3_next": {"num_hidden_layers": 4}}
 MANY_EXPERTS = {"qwen2_moe": {"num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"}}
+MANY_EXPERTS["qwen3_next"] = MANY_EXPERTS["qwen2_moe"] | {"num_experts_per_tok", "linear_num_value_heads"}
 MANY_EXPERTS |= {"qwen3_moe": {"num_experts", "moe_intermediate_size"}, "olmoe": {"num_experts"}}
 MANY_EXPERTS |= {"deepseek_v2": {"n_routed_experts", "moe_intermediate_size"}}
 MANY_EXPERTS |= {"deepseek_v3": {"num_key_value_heads"}}  # with fewer heads, the default has no meaning
@@ -144,6 +142,7 @@ def test_logits_of_a_file_with_sizes_only(name: str, tmp_path: Path) -> None:
     family = find_family(name)
     sizes = {**LOGITS_SIZES, **SIZES.get(name, {}), "num_experts": 9, "moe_intermediate_size": 16, "head_dim": 8}
     sizes |= {"shared_expert_intermediate_size": 24, "n_routed_experts": 9, "num_experts_per_tok": 3}
+    sizes["linear_num_value_heads"] = 16
     if "deepseek" in name:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     keep = {hf_key for hf_key, default in family.hf.keys.values() if default is REQUIRED}

@@ -59,7 +59,11 @@ MODELS = {
             ({**LONGROPE, "short_factor": [1.0, 1.5, 1.5, 2.0], "long_factor": [1.0, 3.0, 4.0, 6.0]}, 128),
         )
     },
-    **{name: partial(hf_model, name, **LLAMA) for name in (*LLAMA_LIKE, *MOE_VARIANTS) if "deepseek" not in name},
+    **{
+        name: partial(hf_model, name, **LLAMA)
+        for name in (*LLAMA_LIKE, "qwen3_next", *MOE_VARIANTS)
+        if "deepseek" not in name
+    },
     **{
         name: partial(hf_model, name, **LLAMA | {"num_key_value_heads": 8, "initializer_range": 0.1})
         for name in MOE_VARIANTS
@@ -128,6 +132,14 @@ def test_greedy_tokens_equal_those_of_transformers(reference: tuple[Path, Any]) 
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     torch.manual_seed(2)
     return save(MODELS["llama"](), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model whose caches are rings of 5 tokens."""
+    torch.manual_seed(2)
+    sizes = {"sliding_window": 5, "num_key_value_heads": 2}
+    return save(hf_model("mistral", **LLAMA | sizes), tmp_path_factory.mktemp("windows"))
 
 
 @pytest.mark.parametrize("chunk", [16, 1024])
@@ -394,25 +406,30 @@ def test_fp8_weights_give_the_tokens_of_rounded_weights(family: str, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_compiled_steps_give_the_same_tokens(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_give_the_same_tokens(
+    llama: tuple[Path, Any], windows: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when sequences outgrow the positions for which a step was compiled."""
     monkeypatch.setattr(engine_module, "VISIBLE_STEP", 8)
     prompts = random_prompts(4, 9)
-    assert run_prompts(load(llama[0], compiled=True), prompts) == run_prompts(load(llama[0]), prompts)
+    for directory, _ in (llama, windows):
+        assert run_prompts(load(directory, compiled=True), prompts) == run_prompts(load(directory), prompts)
 
 
 @pytest.mark.parametrize(
-    ("tp", "options"),
+    ("model", "tp", "options"),
     [
-        (2, []),
-        pytest.param(4, [], marks=pytest.mark.nightly),
-        pytest.param(2, ["--fp8-weights"], marks=pytest.mark.nightly),
+        ("llama", 2, []),
+        pytest.param("windows", 2, [], marks=pytest.mark.nightly),
+        pytest.param("llama", 4, [], marks=pytest.mark.nightly),
+        pytest.param("llama", 2, ["--fp8-weights"], marks=pytest.mark.nightly),
     ],
 )
 def test_tensor_parallel_ranks_generate_the_same_text(
-    llama: tuple[Path, Any], cli: ForkServer, tp: int, options: list[str]
+    model: str, cli: ForkServer, tp: int, options: list[str], request: pytest.FixtureRequest
 ) -> None:
-    arguments = ["generate", str(llama[0]), "--prompt", "The quick", "--prompt", "x", "--json", "-n", "12", *options]
+    directory = request.getfixturevalue(model)[0]
+    arguments = ["generate", str(directory), "--prompt", "The quick", "--prompt", "x", "--json", "-n", "12", *options]
     one, several = (cli.run([*arguments, "--device", "cpu", "--tp", str(ranks)]) for ranks in (1, tp))
     assert (one.returncode, several.returncode) == (0, 0), several.stderr
     assert several.stdout == one.stdout

@@ -204,6 +204,21 @@ def test_flash_where_torch_prefers_it(method: str) -> None:
         assert (x.double() - y).norm() < 0.01 * y.norm()
 
 
+@needs_cuda
+def test_cudnn_with_outputs_in_both_memory_orders() -> None:
+    """torch takes the plan of an output in one order for one in the other."""
+    case = make_case("plain", True, "cuda", torch.bfloat16, (2, 4, 2, 160, 64))
+    expected = dense_attention(case)[1:]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        kernel = compat.select_attention_kernel(case.q, case.k, case.v, True, False)
+        assert kernel
+        out, lse = kernel.forward(case.q, case.k, case.v, True, None, None)
+        for y in (out.contiguous(), out.transpose(1, 2).contiguous().transpose(1, 2)):
+            gradients = kernel.backward(case.dout, case.q, case.k, case.v, y, lse, True, None, None)
+            for x, gradient in zip(gradients, expected, strict=True):
+                assert (x.double() - gradient).norm() < 0.01 * gradient.norm()
+
+
 def trivial_mask(kind: str, queries: int, keys: int, device: str) -> attention_blocks.BlockMask | None:
     """A mask that hides and drops nothing, and selects this kind of kernel."""
     zeros = torch.zeros(2, queries + keys, dtype=torch.int32, device=device)

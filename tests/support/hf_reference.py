@@ -47,6 +47,29 @@ LLAMA31 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+NEXT = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+ODD_NEXT = {
+    "tie_word_embeddings": True,
+    "full_attention_interval": None,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
 GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4}
 GEMMA2 = {"num_key_value_heads": 2, "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 30}
 GEMMA3 = {**GEMMA2, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -78,6 +101,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-yarn": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20, "rope_scaling": YARN}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
+    "qwen3_next": ("qwen3_next", {**NEXT, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3_next-odd": ("qwen3_next", {**NEXT, **ODD_NEXT, "mlp_only_layers": [0, 1, 2, 3]}),
     "olmo2": ("olmo2", {"num_key_value_heads": 2, "pad_token_id": 0}),
     "olmo2-biases": ("olmo2", {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}),
     "granite": ("granite", {"num_key_value_heads": 2, **GRANITE}),
@@ -158,6 +183,11 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {**QWEN2_MOE, "num_key_value_heads": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     ),
+    "qwen3_next-experts": ("qwen3_next", NEXT),
+    "qwen3_next-dense-layers": (
+        "qwen3_next",
+        {**NEXT, "linear_num_value_heads": 2, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK_V2),
     "deepseek_v2-lite": (
         "deepseek_v2",
@@ -187,7 +217,8 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Mixtures of experts, whose modules have other names than their files: compare files, not modules."""
-LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if name == family and name not in ("llama", "gpt", "bert")]
+OTHER_BLOCKS = ("llama", "gpt", "bert", "qwen3_next")
+LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if name == family and name not in OTHER_BLOCKS]
 """Variants of the families that share Llama's block, one each."""
 ROPE_VARIANTS = [name for name in VARIANTS if "rope" in name or "yarn" in name or "dynamic" in name]
 """Models whose context was extended."""

@@ -114,6 +114,10 @@ def _cudnn_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     bias = None if bias is None else bias.expand(-1, q.shape[1], -1, -1)
+    # torch keeps plans by the shapes and the strides of q, k and v: one for an `out` in another memory order than that
+    # of q, as the forward returns it, would be taken for this one, and gradients would be wrong.
+    is_token_major = q.stride(1) < q.stride(2)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2) if is_token_major else out.contiguous()
     lse, rng_state = lse.contiguous().unsqueeze(-1), torch.empty(0, dtype=torch.int64, device=q.device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, rng_state, rng_state, bias, None, None, q.shape[2], k.shape[2], 0.0, causal,

@@ -103,6 +103,8 @@ class HfFormat:
     """The reverse, from a model's configuration."""
     current_name: Callable[[str, Collection[str]], str] = _same_name
     """The current name of a tensor, given its name in an older file and all names there."""
+    unread: str = "(?!)"
+    """A pattern of the names of tensors that files may have and transformers does not load either."""
 
 
 CAUSAL_FIELDS = ("tokens", "labels")

@@ -106,7 +106,8 @@ def weights_from_tensors(model: models.ModelConfig, tensors: Mapping[str, LazyTe
     expected = {stored.name: stored for stored in stored_tensors(model) if stored.name not in repeated}
 
     def is_ignored(name: str) -> bool:
-        return name in repeated or bool(IGNORED_BUFFERS.search(name)) or is_later_layer(model, name)
+        is_unread = IGNORED_BUFFERS.search(name) or re.match(hf.unread, name)
+        return name in repeated or bool(is_unread) or is_later_layer(model, name)
 
     check_tensors("checkpoint", expected, tensors, is_ignored)
     return ShardedWeights(model, ((stored, tensors[name]) for name, stored in expected.items()))
