@@ -30,15 +30,9 @@ QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob":
 NEXT = {"linear_num_key_heads": 8, "linear_num_value_heads": 48, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 NEXT |= {"linear_conv_kernel_dim": 3, "shared_expert_intermediate_size": 40, "norm_topk_prob": False}
 DEEPSEEK = {key: value for key, value in DECODER.items() if key not in ("head_dim", "num_key_value_heads")}
-DEEPSEEK |= {
-    "hidden_size": 128,
-    "num_attention_heads": 128,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 3,
-    "attention_bias": True,
-}
+DEEPSEEK |= {"hidden_size": 128, "num_attention_heads": 128, "n_routed_experts": 16, "num_experts_per_tok": 3}
 DEEPSEEK |= {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
-DEEPSEEK |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
+DEEPSEEK |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5, "attention_bias": True}
 FILES: dict[str, dict[str, Any]] = {
     "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
     "granite": {**DECODER, "attention_bias": True, "mlp_bias": True}

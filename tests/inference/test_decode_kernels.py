@@ -28,6 +28,10 @@ NEXT = {**LLAMA, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 0}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
     **{name: partial(hf_model, name, **LLAMA, bos_token_id=0, eos_token_id=0) for name in LLAMA_LIKE},
+    "deepseek_v3": partial(
+        hf_model, "deepseek_v3", **LLAMA | {"num_key_value_heads": 4, "num_hidden_layers": 2}, bos_token_id=0,
+        eos_token_id=0,
+    ),
     "qwen3_next": partial(hf_model, "qwen3_next", **NEXT, mlp_only_layers=[0, 1]),
     "gpt": lambda: GPT2LMHeadModel(  # its files store transposed matrices
         GPT2Config(**TINY, n_embd=32, n_layer=1, n_head=2, n_positions=32, eos_token_id=49, bos_token_id=49)

@@ -26,8 +26,8 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def bmm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """The fp32 product of batches of matrices, which may be bf16; on GPUs it is never rounded (`out_dtype` of bmm, torch
-    2.11 to 2.14)."""
+    """The fp32 product of batches of matrices, which may be bf16. On GPUs it is never rounded (`out_dtype` of bmm,
+    torch 2.11 to 2.14)."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a, b).float()

@@ -62,6 +62,8 @@ def smoke_config(
     if model.get("head_dim"):
         shrink("model", head_dim=SMOKE_HEAD_DIM)
     shrink("model", hidden=heads * SMOKE_HEAD_DIM)
+    latents = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    shrink("model", **{key: min(size, SMOKE_HEAD_DIM) for key in latents if (size := model.get(key))})
     if model.get("ffn"):
         shrink("model", ffn=(1 if model.get("experts") else 4) * model["hidden"])
     if model.get("experts"):

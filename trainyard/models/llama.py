@@ -43,7 +43,8 @@ class LlamaAttention(Recomputable):
             )
         layer = layer_index(name)
         assert layer is not None
-        self.rope_index, self.rope_interleaved = c.ropes.index(c.rope_of(layer)), c.rope_interleaved
+        rope = c.rope_of(layer)
+        self.rope_index, self.rope_interleaved = c.ropes.index(rope), rope is not None and rope.interleaved
         window = c.attention_window(layer)
         self.sinks = make.optional_parameter(f"{name}.sinks")
         scores: dict[str, Any] = {"scale": style.attention_scale, "soft_cap": style.attention_soft_cap}
@@ -78,8 +79,8 @@ class LlamaAttention(Recomputable):
         return y_BHTK.transpose(1, 2).flatten(2)
 
     def _norm_all_heads(self, qkv: Tensor) -> Tensor:
-        assert self.q_norm
-        assert self.k_norm
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         heads, kv_heads = self.local_heads
         head_size = qkv.shape[-1] // (heads + 2 * kv_heads)
         q, k, v = torch.split(qkv, [heads * head_size, kv_heads * head_size, kv_heads * head_size], -1)
@@ -174,7 +175,7 @@ class Llama(TransformerStage):
         return x_BTD if scale == 1 else x_BTD * torch.tensor(scale, dtype=x_BTD.dtype)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
-        assert self.norm
+        assert self.norm is not None
         x_BTD = self.norm(x_BTD)[1]
         if self.style.logit_scale != 1:
             x_BTD = x_BTD * self.style.logit_scale
