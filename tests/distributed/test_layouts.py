@@ -59,6 +59,7 @@ MIXED = {**TWO_KINDS, "dense_layers": "0"}
 """A dense layer, then layers with experts; every other layer has a window."""
 NEXT = {**from_hf(hf_reference("qwen3_next")[2]).model_dump(mode="json"), "attention_layers": "odd"}
 """Gated delta nets with attention in every other layer."""
+NEXT_MOE = {**NEXT, "dense_layers": None, "dense_ffn": None, "balance_loss": 0.1}
 ODD_VOCAB = {"vocab": 263}
 """A vocabulary that no number of ranks divides."""
 SP = {"sequence_parallel": True}
@@ -285,6 +286,8 @@ CASES = [
     deep_case(4, {"tp": 2, "zero": 1}, NEXT, "muon", optimizer={"kind": "muon"}),
     deep_case(4, {"tp": 2, "zero": 1, **SP}, NEXT, "bf16", precision={"kind": "bf16"}),
     deep_case(2, {"tp": 2}, NEXT, "lora", lora=LORA),
+    deep_case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, NEXT_MOE, "experts"),
+    deep_case(4, {"ep": 2, "pp": 2}, NEXT_MOE, "experts-full", recompute={"kind": "full"}),
     # a wrapper around linear layers
     case(4, {"tp": 4, "zero": 1, **SP}, scaled({**LLAMA, "kv_heads": 2}), "scaled"),
     deep_case(2, {"tp": 2}, scaled({**BERT, "fuse_qkv": False}), "scaled"),

@@ -14,16 +14,15 @@ from trainyard.families.builtin.qwen2_moe import (
     write_dense_layers,
 )
 from trainyard.families.decoder import (
-    ROPE_HF_KEYS,
     DecoderStyle,
     decoder_hf_format,
     decoder_hf_keys,
     decoder_hf_names,
-    read_rope,
 )
 from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.model_config import Recurrence
 from trainyard.families.moe import MoeConfig, MoeStyle, moe_blueprint, moe_hf_names
+from trainyard.families.rope import ROPE_HF_KEYS, read_rope
 
 ATTENTION = "layers.*.attention."
 MIXER_KEYS = ("layer_types", "full_attention_interval")
