@@ -45,8 +45,11 @@ BIAS = {**MOE, "router_bias": True, "bias_update_rate": 0.02}
 SHARED = {**BIAS, "shared_ffn": 40, "router_scores": "sigmoid", "routed_scale": 1.5, "dense_layers": "0"}
 SHARED |= {"experts": 8, "expert_groups": 4, "top_k_groups": 2, "top_k": 3, "dense_ffn": 72}
 """A mixture of experts as DeepSeek-V3 has it."""
-GPT_OSS = {**MOE, "family": "tests.support.other_experts:GPT_OSS"}
-LLAMA4 = {**MOE, "family": "tests.support.other_experts:LLAMA4", "router_scores": "sigmoid", "shared_ffn": 40}
+GPT_OSS = {**MOE, "family": "gpt_oss", "head_dim": 8, "sliding_window": 7}
+OLMOE = {**MOE, "family": "olmoe", "top_k": 2}
+QWEN2_MOE = {**MOE, "family": "qwen2_moe", "top_k": 2, "shared_ffn": 40, "dense_layers": "odd"}
+LLAMA4 = {**MOE, "family": "llama4_text", "top_k": 2, "shared_ffn": 40, "head_dim": 8, "query_scale_interval": 4}
+LLAMA4 |= {"no_rope_layers": "odd"}
 DEEPSEEK = configs.DEEPSEEK
 WITHOUT_MTP = {key: value for key, value in DEEPSEEK.items() if "mtp" not in key}
 DEEPSEEK_V2 = {**WITHOUT_MTP, "family": "deepseek_v2", "expert_groups": 1}
@@ -60,6 +63,7 @@ MIXED = {**TWO_KINDS, "dense_layers": "0"}
 """A dense layer, then layers with experts; every other layer has a window."""
 NEXT = {**from_hf(hf_reference("qwen3_next")[2]).model_dump(mode="json"), "attention_layers": "odd"}
 """Gated delta nets with attention in every other layer."""
+NEXT_MOE = {**NEXT, "dense_layers": None, "dense_ffn": None, "balance_loss": 0.1}
 ODD_VOCAB = {"vocab": 263}
 """A vocabulary that no number of ranks divides."""
 SP = {"sequence_parallel": True}
@@ -262,7 +266,7 @@ CASES = [
     deep_case(2, {"cp": 2}, DEEPSEEK),
     deep_case(4, {"cp": 4, "cp_method": "all_gather"}, DEEPSEEK),
     deep_case(2, {"pp": 2}, DEEPSEEK),
-    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, DEEPSEEK),
+    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, WITHOUT_MTP),
     deep_case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, DEEPSEEK),
     deep_case(4, {"pp": 2, "zero": 3}, DEEPSEEK),
     deep_case(2, {"zero": 1}, DEEPSEEK, "muon", optimizer={"kind": "muon"}),
@@ -286,6 +290,8 @@ CASES = [
     deep_case(4, {"tp": 2, "zero": 1}, NEXT, "muon", optimizer={"kind": "muon"}),
     deep_case(4, {"tp": 2, "zero": 1, **SP}, NEXT, "bf16", precision={"kind": "bf16"}),
     deep_case(2, {"tp": 2}, NEXT, "lora", lora=LORA),
+    deep_case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, NEXT_MOE, "experts"),
+    deep_case(4, {"ep": 2, "pp": 2}, NEXT_MOE, "experts-full", recompute={"kind": "full"}),
     # a wrapper around linear layers
     case(4, {"tp": 4, "zero": 1, **SP}, scaled({**LLAMA, "kv_heads": 2}), "scaled"),
     deep_case(2, {"tp": 2}, scaled({**BERT, "fuse_qkv": False}), "scaled"),
@@ -389,14 +395,14 @@ CASES = [
     deep_case(2, {"ep": 2}, SHARED, "shared-activation", recompute={"kind": "selective", "modules": ["activation"]}),
     deep_case(4, {"ep": 2, "tp": 2}, SHARED, "shared-muon", optimizer={"kind": "muon"}),
     deep_case(4, {"ep": 2, "tp": 2}, SHARED, "shared-lora", lora=EXPERTS),
-    case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, GPT_OSS, "gpt-oss"),
+    *(case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, model) for model in (GPT_OSS, OLMOE, QWEN2_MOE, LLAMA4)),
+    *(deep_case(4, {"pp": 2, "cp": 2}, model) for model in (GPT_OSS, OLMOE, QWEN2_MOE, LLAMA4)),
     deep_case(4, {"tp": 4}, {**GPT_OSS, "kv_heads": 1}, "gpt-oss"),
     deep_case(4, {"ep": 2, "cp": 2, "zero": 3}, GPT_OSS, "gpt-oss"),
     deep_case(2, {"ep": 2}, {**GPT_OSS, "capacity_factor": 0.75}, "gpt-oss-capacity"),
     deep_case(2, {"tp": 2, **SP}, GPT_OSS, "gpt-oss-full", recompute={"kind": "full"}),
     deep_case(4, {"ep": 2, "tp": 2}, GPT_OSS, "gpt-oss-muon", optimizer={"kind": "muon"}),
     deep_case(4, {"ep": 2, "tp": 2}, GPT_OSS, "gpt-oss-lora", lora=EXPERTS),
-    case(4, {"ep": 2, "tp": 2, "zero": 1}, LLAMA4, "llama4"),
     deep_case(2, {"ep": 2}, {**LLAMA4, "capacity_factor": 0.75}, "llama4-capacity"),
     deep_case(2, {"tp": 2, **SP}, LLAMA4, "llama4-full", recompute={"kind": "full"}),
     # families that share Llama's block

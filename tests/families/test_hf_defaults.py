@@ -72,6 +72,10 @@ FILES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
     "qwen3_next": {**DECODER, **EXPERTS, **QWEN_EXPERTS, **NEXT, "num_experts": 12, "num_key_value_heads": 4},
+    "gpt_oss": {**DECODER, **EXPERTS, "num_local_experts": 9, "sliding_window": 7, "attention_bias": False}
+    | {"swiglu_alpha": 1.1, "swiglu_limit": 0.5},
+    "llama4_text": {**DECODER, **EXPERTS, "num_local_experts": 9, "use_qk_norm": False, "attention_bias": True}
+    | {"floor_scale": 3},
     "olmoe": {**DECODER, **EXPERTS, "num_experts": 9, "norm_topk_prob": True},
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": {**DEEPSEEK, "norm_topk_prob": False, "rope_interleave": False, "num_nextn_predict_layers": 2},
@@ -98,6 +102,8 @@ def values_of_transformers(family: Family, data: dict[str, Any]) -> dict[str, An
         values["rope_theta"] = rope.get("full_attention", rope)["rope_theta"]
     if "head_dim" in values:
         values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
+    if chunk := getattr(config, "attention_chunk_size", None):
+        values["max_positions"] = min(values["max_positions"], chunk)  # beyond, layers attend within chunks
     if "activation" in family.config_class.model_fields:
         keys = ("activation_function", "activation", "hidden_activation", "hidden_act")
         name = next(name for key in keys if (name := getattr(config, key, None)))
@@ -146,6 +152,8 @@ MANY_EXPERTS["qwen3_next"] = MANY_EXPERTS["qwen2_moe"] | {"num_experts_per_tok",
 MANY_EXPERTS |= {"qwen3_moe": {"num_experts", "moe_intermediate_size"}, "olmoe": {"num_experts"}}
 MANY_EXPERTS |= {"deepseek_v2": {"n_routed_experts", "moe_intermediate_size"}}
 MANY_EXPERTS |= {"deepseek_v3": {"num_key_value_heads"}}  # with fewer heads, the default has no meaning
+MANY_EXPERTS |= {"llama4_text": {"intermediate_size"}}
+MANY_EXPERTS |= {"gpt_oss": {"num_local_experts", "intermediate_size"}}
 """Keys whose values here are smaller than their defaults."""
 LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
 

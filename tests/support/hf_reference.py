@@ -192,6 +192,8 @@ DEEPSEEK_V3 = {**DEEPSEEK, "n_shared_experts": 1, "first_k_dense_replace": 1, "n
 DEEPSEEK_V3 |= {"num_nextn_predict_layers": 0}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 56}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 9}
+LLAMA4 = {"num_local_experts": 6, "head_dim": 16, "floor_scale": 4, "num_hidden_layers": 4}
 MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -216,6 +218,12 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {**NEXT, "linear_num_value_heads": 2, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_key_value_heads": 2, "swiglu_limit": 0.3}),
+    "gpt_oss-full-layers": (
+        "gpt_oss",
+        {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "default"}, "swiglu_alpha": 1.1},
+    ),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK_V2),
     "deepseek_v2-lite": (
         "deepseek_v2",
@@ -238,6 +246,18 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-2},
     ),
     "deepseek_v3-dense": ("deepseek_v3", {**DEEPSEEK_V3, "first_k_dense_replace": 3}),
+    "llama4_text": ("llama4_text", {**LLAMA4, "num_key_value_heads": 2}),
+    "llama4_text-dense-layers": (
+        "llama4_text",
+        {**LLAMA4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 72, "attention_chunk_size": 120}
+        | {"no_rope_layer_interval": 2, "attn_scale": 0.5, "attention_bias": True, "num_experts_per_tok": 2}
+        | {"rope_scaling": LLAMA31},
+    ),
+    "llama4_text-full-attention": (
+        "llama4_text",
+        {**LLAMA4, "num_hidden_layers": 2, "moe_layers": [1], "intermediate_size_mlp": 72, "use_qk_norm": False}
+        | {"layer_types": ["full_attention"] * 2, "attn_temperature_tuning": False, "no_rope_layers": [1, 0]},
+    ),
     "olmoe": ("olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe-normalized": (
         "olmoe",

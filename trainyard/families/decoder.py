@@ -35,8 +35,9 @@ class DecoderStyle:
     before these are added to the residual (`attention_output_norm`, `mlp_output_norm`)."""
     norm: NormKind = "rms"
     """RMSNorm, RMSNorm times 1 + weight, or LayerNorm without and with a bias."""
-    qk_norm: Literal["", "heads", "all"] = ""
-    """RMSNorm of q and k before RoPE: of each head, or of all heads together."""
+    qk_norm: Literal["", "heads", "all", "unit"] = ""
+    """RMSNorm of q and k before RoPE: of each head, or of all heads together; `unit`: of each head without a weight, in
+    layers that rotate."""
     parallel: bool = False
     """Attention and MLP read the same residual, and both are added to it. Without `mlp_norm` they share a norm."""
     biases: Collection[str] = ()
@@ -59,6 +60,10 @@ class DecoderStyle:
     """Bound of the attention scores, as for logits."""
     sinks: bool = False
     """A trained logit of each head takes part in the softmax of its scores, without a value."""
+
+    @property
+    def has_qk_weights(self) -> bool:
+        return self.qk_norm in ("heads", "all")
 
 
 class DecoderConfig(ModelConfig):
@@ -174,7 +179,7 @@ def attention_specs(c: DecoderConfig) -> list[ParamSpec]:
     return [
         *column_parallel_specs(f"{layer}qkv.weight", parts("weight"), (c.hidden,), c.fuse_qkv, c.init_std),
         *(column_parallel_specs(f"{layer}qkv.bias", parts("bias"), (), c.fuse_qkv) if "qkv" in style.biases else ()),
-        *(itertools.starmap(qk_norm, sizes[:2]) if style.qk_norm else ()),
+        *(itertools.starmap(qk_norm, sizes[:2]) if style.has_qk_weights else ()),
         *([ParamSpec(f"{layer}sinks", (c.heads,), 0)] if style.sinks else []),
         ParamSpec(f"{layer}output.weight", (c.hidden, Q), 1, init_std=c.output_init_std, flops_tokens="tokens"),
         *([ParamSpec(f"{layer}output.bias", (c.hidden,))] if "output" in style.biases else []),
@@ -251,7 +256,7 @@ def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None
         "embedding.weight": HfTensor("model.embed_tokens.weight"),
         **{f"{ours}{x}.{kind}": HfTensor(f"{hf}{name}.{kind}") for x, name in style.norms.items() for kind in of_norms},
         **{f"{attention}{x}.{kind}": HfTensor(f"{of_hf}{x}_proj.{kind}") for kind in kinds("qkv") for x in "qkv"},
-        **{f"{attention}{x}_norm.weight": HfTensor(f"{of_hf}{x}_norm.weight") for x in "qk" if style.qk_norm},
+        **{f"{attention}{x}_norm.weight": HfTensor(f"{of_hf}{x}_norm.weight") for x in "qk" if style.has_qk_weights},
         **({f"{attention}sinks": HfTensor(f"{of_hf}sinks")} if style.sinks else {}),
         **{f"{attention}output.{kind}": HfTensor(f"{of_hf}o_proj.{kind}") for kind in kinds("output")},
         **(dense_mlp if mlp is None else mlp),

@@ -92,7 +92,8 @@ def build_engine(
         check_invariance(config, tp.size, compiled, shape.fp8_weights)
     check_memory(config, device, tp.size, shape, bool(existing), batch_invariant)
     handle = device.torch_device
-    state = CacheState(*(torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(3)))
+    lengths, numbers, is_active = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(3))
+    state = CacheState(lengths, numbers, is_active)
     # The last position takes the token that is in flight when a sequence ends.
     options = not batch_invariant, config.head_size, config.value_size, shape.dtype, handle
     size = CacheSize(shape.slots, shape.max_seq_len + 1, *options)

@@ -35,8 +35,9 @@ def gated_delta_chunks(
 
     def chunks(x: Tensor) -> Tensor:
         """[B, T, heads, ...] to [B, G, R (or 1), N, C, ...], with zeros behind the end."""
-        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, N * CHUNK - T)).unflatten(1, (N, CHUNK))
-        return x.movedim(3, 1).unflatten(1, (G, -1))
+        heads, rest = x.shape[2], x.shape[3:]
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, N * CHUNK - T)).view(B, N, CHUNK, heads, *rest)
+        return x.movedim(3, 1).view(B, G, heads // G, N, CHUNK, *rest)
 
     q, k, v, g, beta = map(chunks, (q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH))
     fade = g.cumsum(-1)  # log of what is left at a token of S at the start of the chunk

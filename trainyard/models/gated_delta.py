@@ -33,9 +33,10 @@ class DeltaRule(Recomputable):
 
     def heads(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, G, K] and values [B, T, H, V]."""
-        q, k, v = x_BTC.split([self.keys, self.keys, x_BTC.shape[-1] - 2 * self.keys], -1)
-        q, k = (normalize_keys(x.unflatten(-1, (-1, self.key_dim))) for x in (q, k))
-        return q * self.key_dim**-0.5, k, v.unflatten(-1, (-1, self.value_dim))
+        B, T, C = x_BTC.shape
+        q, k, v = torch.split(x_BTC, [self.keys, self.keys, C - 2 * self.keys], -1)
+        q, k = (normalize_keys(x.view(B, T, -1, self.key_dim)) for x in (q, k))
+        return q * self.key_dim**-0.5, k, v.view(B, T, -1, self.value_dim)
 
 
 class GatedDeltaNet(Recomputable):
@@ -60,10 +61,10 @@ class GatedDeltaNet(Recomputable):
 
     def forward(self, x_BTD: Tensor, positions: Any, documents_BT: Tensor | None) -> Tensor:
         qkvz, ba = self.tp.column_parallel(x_BTD, *self.projections, keep_gathered=self.keep_gathered)
-        *qkv, z = qkvz.unflatten(-1, (self.groups, -1)).split(self.widths, -1)
+        *qkv, z = torch.split(qkvz.view(*qkvz.shape[:2], self.groups, -1), self.widths, -1)
         # Not `chunk`, whose backward concatenates: the gradient of b looks like images in channels_last, of which
         # torch.cat returns other strides than torch's compiler expects (2.13).
-        rows = ba.unflatten(-1, (self.groups, 2, -1)).float()
+        rows = ba.view(*ba.shape[:2], self.groups, 2, -1).float()
         beta_BTH, rate_BTH = (rows[..., index, :].flatten(2) for index in range(2))
         g_BTH = -self.log_rate.float().exp() * F.softplus(rate_BTH + self.rate_bias.float())
         x_BTC = torch.cat([x.flatten(2) for x in qkv], -1).float()
@@ -88,7 +89,7 @@ class GatedDeltaNet(Recomputable):
         window = inputs.gather(1, last[..., None].expand_as(window))
         q, k, v = self.delta_rule.heads(F.silu(x_BTC))
         if T == 1:
-            y_BHV, matrix = gated_delta_step(*(x[:, 0] for x in (q, k, v, g_BTH, beta_BTH)), matrix)
+            y_BHV, matrix = gated_delta_step(q[:, 0], k[:, 0], v[:, 0], g_BTH[:, 0], beta_BTH[:, 0], matrix)
             y_BTHV = y_BHV[:, None]
         else:
             y_BTHV, matrix = gated_delta_chunks(q, k, v, g_BTH, beta_BTH, matrix)

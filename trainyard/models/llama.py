@@ -29,6 +29,9 @@ class LlamaAttention(Recomputable):
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp, self.kernels, style = make.tp, make.kernels, c.style
+        layer = layer_index(name)
+        assert layer is not None
+        rope = c.rope_of(layer)
         first, end = head_range(c.num_kv_heads, self.tp.size, self.tp.rank)
         self.local_heads = (c.heads // self.tp.size, end - first)
         self.qkv_linears = make.linears(self, name, ["qkv"] if c.fuse_qkv else ["q", "k", "v"])
@@ -37,13 +40,12 @@ class LlamaAttention(Recomputable):
         self.norms_all_heads = style.qk_norm == "all"
         if self.norms_all_heads:
             self.q_norm, self.k_norm = (make.norm_of_all_heads(f"{name}.{x}_norm", c.norm_eps) for x in "qk")
-        elif style.qk_norm:
+        elif style.qk_norm == "unit" and rope and rope.size:
+            self.q_norm = self.k_norm = RMSNorm(torch.ones(c.head_size), c.norm_eps, make.kernels)
+        elif style.qk_norm == "heads":
             self.q_norm, self.k_norm = (
                 make.rms_norm(f"{name}.{x}_norm", c.norm_eps, style.norm == "rms_plus_one") for x in "qk"
             )
-        layer = layer_index(name)
-        assert layer is not None
-        rope = c.rope_of(layer)
         self.rope_index, self.rope_interleaved = c.ropes.index(rope), rope is not None and rope.interleaved
         window = c.attention_window(layer)
         self.sinks = make.optional_parameter(f"{name}.sinks")

@@ -18,10 +18,11 @@ class GatedAttention(LlamaAttention):
 
     def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         heads, kv_heads = self.local_heads
-        x_BTHK = self.project(x_BTD).unflatten(-1, (2 * (heads + kv_heads), -1))
-        q, gate = x_BTHK[:, :, : 2 * heads].unflatten(2, (heads, 2)).unbind(3)
-        qkv = torch.cat((q, x_BTHK[:, :, 2 * heads :]), 2).flatten(2)
-        y_BTQ = self.attend(qkv, positions, documents_BT) * gate.flatten(2).sigmoid()
+        x = self.project(x_BTD)
+        x_BTHK = x.view(*x.shape[:2], 2 * (heads + kv_heads), -1)
+        q_BTHK, gate_BTHK = x_BTHK[:, :, : 2 * heads : 2], x_BTHK[:, :, 1 : 2 * heads : 2]
+        qkv = torch.cat((q_BTHK, x_BTHK[:, :, 2 * heads :]), 2).flatten(2)
+        y_BTQ = self.attend(qkv, positions, documents_BT) * gate_BTHK.flatten(2).sigmoid()
         return reduce_output(self.tp, self.output, y_BTQ)
 
 
