@@ -155,6 +155,20 @@ def stored_slices(tensors: TensorPairs) -> Iterator[StoredSlice]:
                 start += 1 if stored.interleaved else piece.sizes[stored.dim]
 
 
+def read_slices(slices: Sequence[StoredSlice], piece: TensorSlice) -> Tensor:
+    """Read a piece of an unfused tensor from its slices, which are in order."""
+    if not piece.numel:
+        return torch.empty(piece.sizes, dtype=slices[0].tensor.dtype)
+    dim, out, remaining = slices[0].stored.dim, [], piece
+    stop = piece.offsets[dim] + piece.sizes[dim]
+    for stored in slices:
+        if overlap := remaining.intersect(stored.piece):
+            out.append(stored.read(overlap))
+            remaining = remaining.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], stop)
+    assert not remaining.numel, remaining
+    return out[0] if len(out) == 1 else torch.cat(out, dim)
+
+
 class ShardedWeights:
     """A WeightSource whose unfused tensors are spread over the stored tensors of several files.
 
@@ -181,16 +195,7 @@ class ShardedWeights:
         return self._slices[name][0].tensor.dtype
 
     def read(self, piece: TensorSlice) -> Tensor:
-        if not piece.numel:
-            return torch.empty(piece.sizes, dtype=self.dtype(piece.name))
-        dim, out, remaining = self._slices[piece.name][0].stored.dim, [], piece
-        stop = piece.offsets[dim] + piece.sizes[dim]
-        for stored in self._slices[piece.name]:
-            if overlap := remaining.intersect(stored.piece):
-                out.append(stored.read(overlap))
-                remaining = remaining.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], stop)
-        assert not remaining.numel, remaining
-        tensor = out[0] if len(out) == 1 else torch.cat(out, dim)
+        tensor = read_slices(self._slices[piece.name], piece)
         for stored in self._slices[piece.name] if self._must_agree(piece.name) else ():
             overlap = piece.intersect(stored.piece)
             if overlap and not _same_bits(tensor[overlap.to_index(piece.offsets)], stored.read(overlap)):
