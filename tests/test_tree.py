@@ -54,7 +54,7 @@ BUDGETS = {
     "data": 4320,
     "devices": 1600,
     "evaluate": 700,
-    "families": 2450,
+    "families": 3050,
     "formats": 4280,
     "importers": 2170,
     "inference": 3000,

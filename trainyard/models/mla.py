@@ -8,8 +8,9 @@ from torch import Tensor
 
 from trainyard.families.mla import LATENT_NORM_EPS, MlaConfig, latent_sizes
 from trainyard.kernels.reference import apply_rope
+from trainyard.models.gated_mlp import reduce_output
 from trainyard.models.layers import PositionTable
-from trainyard.models.llama import LlamaBlock, reduce_output
+from trainyard.models.llama import LlamaBlock
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.mtp import MtpDecoder
 from trainyard.parallel.recompute import Recomputable
