@@ -72,6 +72,15 @@ MOE = {
     "train": {"steps": 12, "global_batch": 32, "micro_batch": 8},
     "precision": {"kind": "bf16"},
 }  # fmt: skip
+GEMMA3_1B = {
+    "model": {
+        "family": "gemma3_text", "vocab": 262144, "hidden": 1152, "layers": 26, "heads": 4, "kv_heads": 1,
+        "head_dim": 256, "ffn": 6912, "sliding_window": 512, "max_positions": 32768,
+    },
+    "data": {"source": "synthetic", "seq_len": 4096},
+    "train": {"steps": 12, "global_batch": 16, "micro_batch": 4},
+    "precision": {"kind": "bf16"},
+}  # fmt: skip
 BERT = {
     "model": {"family": "bert", "vocab": 30522, "hidden": 1024, "layers": 24, "heads": 16, "max_positions": 512},
     "data": {"source": "synthetic", "seq_len": 128, "max_predictions": 20},
@@ -86,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama3.2-1b": LLAMA_1B,
     "llama3.2-1b-fp8": {**LLAMA_1B, "precision": {"kind": "fp8"}},
     "moe-3b": MOE,
+    "gemma3-1b": GEMMA3_1B,
     "bert-large": BERT,
 }
 PEERS = ("transformers eager", "transformers compiled", "torchtitan")
@@ -307,7 +317,8 @@ def main() -> None:
         rows: dict[str, Any] = {"trainyard": with_throughput(config, run_trainyard(case, arguments.set))}
         if not arguments.only_ours and not case.endswith("fp8"):
             for peer in PEERS:
-                if peer == "torchtitan" and (config.model.family == "bert" or not find_spec("torchtitan")):
+                has_model = config.model.family in ("llama", "qwen3_moe")
+                if peer == "torchtitan" and not (has_model and find_spec("torchtitan")):
                     continue
                 found = run_peer(peer, case)
                 rows[peer] = found if isinstance(found, str) else with_throughput(config, found)

@@ -6,8 +6,8 @@
 
 The shape is that of recipes/deepseek-v3-3b.yaml without the block of further tokens, which transformers does not train.
 Both train in bf16 with fp32 master weights and AdamW on random tokens; MFU counts the weights that a token uses and the
-pairs that the causal mask keeps. Decoding is greedy, 32 sequences of `PROMPT` tokens each; `cache_mib` is what both keep
-of the tokens. Times are the median of the steps after the first ones.
+pairs that the causal mask keeps. Decoding is greedy, 32 sequences of `PROMPT` tokens each; `cache_mib` is what both
+keep of the tokens. Times are the median of the steps after the first ones.
 """
 
 import argparse
@@ -53,7 +53,13 @@ def measure(step: Callable[[int], float], tokens: int, flops: float) -> dict[str
         times.append(time.perf_counter() - start)
     seconds = statistics.median(times[WARMUP_STEPS:])
     result = {"tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12, "last_loss": losses[-1]}
-    return result | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if GPU else {})
+    if GPU:
+        from trainyard import devices
+
+        peak = devices.select("auto").peak_throughput(torch.bfloat16)
+        result |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        result |= {"mfu": flops / seconds / peak.flops} if peak else {}
+    return result
 
 
 def step_flops(model: Any, batch: int, seq_len: int) -> float:

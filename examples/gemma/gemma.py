@@ -23,9 +23,9 @@ from trainyard.families.decoder import (
     decoder_hf_keys,
 )
 from trainyard.families.rope import ROPE_HF_KEYS, read_rope
-from trainyard.models.gated_mlp import LlamaMLP
 from trainyard.models.layers import PositionTable, RMSNorm
 from trainyard.models.llama import Llama, LlamaAttention
+from trainyard.models.mlp import LlamaMLP
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.parallel.recompute import Recomputable
 

@@ -37,9 +37,11 @@ PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v3-3b": 3_023_280_128,  # no published model
 }
 # Each family, optimizer, kind of recompute and RoPE scaling trains in the fast tier.
 TRAINED_IN_FAST_TIER = {
+    "deepseek-v3-3b",
     "tiny-long-context",
     "qwen3-30b-a3b",
     "tiny-llama",

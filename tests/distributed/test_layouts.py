@@ -57,6 +57,9 @@ BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA_LIKE_MODELS = [from_hf(hf_reference(name)[2]).model_dump(mode="json") for name in LLAMA_LIKE]
 MIXED = {**TWO_KINDS, "dense_layers": "0"}
 """A dense layer, then layers with experts; every other layer has a window."""
+NEXT = {**from_hf(hf_reference("qwen3_next")[2]).model_dump(mode="json"), "attention_layers": "odd"}
+"""Gated delta nets with attention in every other layer."""
+NEXT_MOE = {**NEXT, "dense_layers": None, "dense_ffn": None, "balance_loss": 0.1}
 ODD_VOCAB = {"vocab": 263}
 """A vocabulary that no number of ranks divides."""
 SP = {"sequence_parallel": True}
@@ -259,7 +262,7 @@ CASES = [
     deep_case(2, {"cp": 2}, DEEPSEEK),
     deep_case(4, {"cp": 4, "cp_method": "all_gather"}, DEEPSEEK),
     deep_case(2, {"pp": 2}, DEEPSEEK),
-    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, DEEPSEEK),
+    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, WITHOUT_MTP),
     deep_case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, DEEPSEEK),
     deep_case(4, {"pp": 2, "zero": 3}, DEEPSEEK),
     deep_case(2, {"zero": 1}, DEEPSEEK, "muon", optimizer={"kind": "muon"}),
@@ -268,6 +271,23 @@ CASES = [
     deep_case(2, {"tp": 2}, {**DEEPSEEK_V2, "expert_groups": 2, "top_k_groups": 1}, "groups"),
     deep_case(2, {"pp": 2}, DEEPSEEK_V2),
     # layers of several kinds, wherever a pipeline is cut
+    # layers with a state instead of attention
+    case(2, {"tp": 2, **SP}, NEXT),
+    case(4, {"pp": 2, "zero": 3}, NEXT, "documents", data={"document_mask": True, "seq_len": 64}),
+    deep_case(2, {"tp": 2}, {**NEXT, "fuse_qkv": False, "fuse_gate_up": False}, "unfused"),
+    deep_case(2, {"pp": 2}, NEXT),
+    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, NEXT),
+    deep_case(2, {"zero": 1}, NEXT),
+    deep_case(3, {"zero": 3}, NEXT, "odd-shards", train={"global_batch": 6}),
+    deep_case(4, {"tp": 2, "zero": 2, **SP}, NEXT, "full", recompute={"kind": "full"}),
+    deep_case(2, {"tp": 2}, NEXT, "attention", recompute={"kind": "attention"}),
+    deep_case(2, {"tp": 2, **SP}, NEXT, "selective", recompute={"kind": "selective", "modules": ["attention", "norm"]}),
+    deep_case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, NEXT),
+    deep_case(4, {"tp": 2, "zero": 1}, NEXT, "muon", optimizer={"kind": "muon"}),
+    deep_case(4, {"tp": 2, "zero": 1, **SP}, NEXT, "bf16", precision={"kind": "bf16"}),
+    deep_case(2, {"tp": 2}, NEXT, "lora", lora=LORA),
+    deep_case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, NEXT_MOE, "experts"),
+    deep_case(4, {"ep": 2, "pp": 2}, NEXT_MOE, "experts-full", recompute={"kind": "full"}),
     # a wrapper around linear layers
     case(4, {"tp": 4, "zero": 1, **SP}, scaled({**LLAMA, "kv_heads": 2}), "scaled"),
     deep_case(2, {"tp": 2}, scaled({**BERT, "fuse_qkv": False}), "scaled"),

@@ -23,8 +23,8 @@ from trainyard.families.flops import flops_per_sample, layer_flops
 from trainyard.formats.hf import InMemoryWeights, open_hf, stored_tensors, write_hf
 from trainyard.formats.tensor_map import check_all_stored
 from trainyard.models import rank_model
-from trainyard.models.gated_mlp import LlamaMLP
 from trainyard.models.init import initial_values
+from trainyard.models.mlp import LlamaMLP
 from trainyard.models.moe import MoeMLP
 from trainyard.parallel.layout import Layout
 

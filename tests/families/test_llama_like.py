@@ -18,7 +18,7 @@ def convert(source: Path, target: Path, kind: str, layout: str = "") -> None:
     convert_checkpoint(open_weights(source), source, target, conversion, lambda size: None)
 
 
-@pytest.mark.parametrize("variant", [*LLAMA_LIKE, *MOE_VARIANTS])
+@pytest.mark.parametrize("variant", [*LLAMA_LIKE, *MOE_VARIANTS, "qwen3_next-odd"])
 def test_formats_round_trip_bit_exact(variant: str, tmp_path: Path) -> None:
     hf_model(variant).save_pretrained(tmp_path / "start")
     original = load_file(tmp_path / "start" / "model.safetensors")

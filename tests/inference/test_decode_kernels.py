@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tests.inference.test_adapters import NAMES, save_adapted
 from tests.inference.test_generate import expected_tokens, load, run, run_prompts
-from tests.support.hf_reference import LLAMA_LIKE, hf_model
+from tests.support.hf_reference import LLAMA_LIKE, hf_model, known_keys
 from trainyard.devices.cpu import CpuDevice
 from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.kernels.triton.decode import decode_attention as attention
@@ -24,9 +24,15 @@ LLAMA = {
     **TINY, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
+NEXT = {**LLAMA, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 0}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
-    **{name: partial(hf_model, name, **LLAMA, bos_token_id=0, eos_token_id=0) for name in LLAMA_LIKE},
+    **{name: partial(hf_model, name, **known_keys(name, LLAMA), bos_token_id=0, eos_token_id=0) for name in LLAMA_LIKE},
+    "deepseek_v3": partial(
+        hf_model, "deepseek_v3", **LLAMA | {"num_key_value_heads": 4, "num_hidden_layers": 2}, bos_token_id=0,
+        eos_token_id=0,
+    ),
+    "qwen3_next": partial(hf_model, "qwen3_next", **NEXT, mlp_only_layers=[0, 1]),
     "gpt": lambda: GPT2LMHeadModel(  # its files store transposed matrices
         GPT2Config(**TINY, n_embd=32, n_layer=1, n_head=2, n_positions=32, eos_token_id=49, bos_token_id=49)
     ),

@@ -20,7 +20,10 @@ UNIT = 8
 WINDOWS = {"sliding_window": 7, "max_position_embeddings": 128}
 
 
-@pytest.fixture(scope="module", params=["llama", "windows", pytest.param("gpt", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module",
+    params=["llama", "windows", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt", "qwen3_next"))],
+)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(2)
     model = hf_model("mistral", **LLAMA | WINDOWS) if request.param == "windows" else MODELS[request.param]()

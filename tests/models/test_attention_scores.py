@@ -147,6 +147,24 @@ def test_on_a_gpu(options: str, mask: str, dtype: torch.dtype) -> None:
         assert (x.cpu().double() - y).norm() < (1e-5 if dtype == torch.float32 else 0.01) * y.norm()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, the test above runs it")
+@pytest.mark.parametrize("window", [0, 7, pytest.param(1, marks=pytest.mark.nightly)])
+def test_the_kernel_of_soft_caps_equals_the_definition(window: int) -> None:
+    """In Triton's interpreter, in sequences of several blocks, with sinks."""
+    from trainyard.kernels.triton.attention.ops import capped_attention, capped_attention_backward
+
+    case = make_case("all", "causal", (2, 1), tokens=40)._replace(window=window or None)
+    q, k, dout = (x[:1] for x in (case.q, case.k, torch.randn(1, 2, 40, 8)))
+    case = case._replace(q=q, k=k, v=torch.randn(1, 1, 40, 8), dout=dout)
+    q, k, v, dout = (x.transpose(1, 2).flatten(0, 1) for x in case[:4])
+    starts = torch.tensor([0, 40], dtype=torch.int32)
+    out, lse = capped_attention(q, k, v, starts, 40, window, case.scores)
+    attention_blocks.add_sinks(out.transpose(0, 1)[None], lse[None], case.scores)
+    gradients = capped_attention_backward(dout, q, k, v, out, lse, starts, 40, window, case.scores)
+    *expected, _ = definition(case, case.module().site)
+    assert_close([out, *gradients], [x.transpose(1, 2).flatten(0, 1) for x in expected])
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (6, 1), (6, 6)])
 def test_grouped_heads(heads: tuple[int, int]) -> None:
     case = make_case("all", "window", heads)

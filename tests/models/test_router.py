@@ -25,8 +25,8 @@ from trainyard.families.moe import MoeConfig, moe_blueprint
 from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
 from trainyard.formats.io.lazy_tensor import InlineTensor
 from trainyard.kernels.reference import Kernels
-from trainyard.models.gated_mlp import make_mlp
 from trainyard.models.init import initial_values
+from trainyard.models.mlp import make_mlp
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.rank_model import fill_parameters

@@ -47,6 +47,29 @@ LLAMA31 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+NEXT = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+ODD_NEXT = {
+    "tie_word_embeddings": True,
+    "full_attention_interval": None,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
 GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4}
 GEMMA2 = {"num_key_value_heads": 2, "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 30}
 GEMMA3 = {**GEMMA2, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -78,10 +101,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-yarn": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20, "rope_scaling": YARN}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
+    "qwen3_next": ("qwen3_next", {**NEXT, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3_next-odd": ("qwen3_next", {**NEXT, **ODD_NEXT, "mlp_only_layers": [0, 1, 2, 3]}),
     "olmo2": ("olmo2", {"num_key_value_heads": 2, "pad_token_id": 0}),
     "olmo2-biases": ("olmo2", {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}),
     "granite": ("granite", {"num_key_value_heads": 2, **GRANITE}),
     "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 20}),
+    "gemma-biases": (
+        "gemma",
+        {"head_dim": 12, "hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "gemma2": ("gemma2", GEMMA2),
     "gemma2-uncapped": (
         "gemma2",
@@ -125,6 +155,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere": ("cohere", {"num_key_value_heads": 2, "logit_scale": 0.3}),
     "cohere-biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
+    "phi": ("phi", {"num_key_value_heads": 2}),
+    "phi-rotary": ("phi", {"partial_rotary_factor": 0.4, "hidden_act": "gelu", "rope_scaling": YARN}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-sequential": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "hidden_act": "relu"}
+        | {"tie_word_embeddings": True, "rotary_emb_base": 500},
+    ),
+    "falcon": ("falcon", {}),
+    "falcon-heads": ("falcon", {"multi_query": False, "bias": True, "activation": "gelu_new"}),
+    "falcon-sequential": ("falcon", {"parallel_attn": False, "tie_word_embeddings": False, "rope_theta": 500.0}),
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 72}),
+    "falcon-11b": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True},
+    ),
+    "starcoder2": ("starcoder2", {"num_key_value_heads": 2, "sliding_window": 7}),
+    "starcoder2-unbiased": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "relu2"},
+    ),
+    "opt": ("opt", {}),
+    "opt-gelu": ("opt", {"activation_function": "gelu", "tie_word_embeddings": False}),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),
@@ -159,6 +212,11 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe-every-other": (
         "qwen2_moe",
         {**QWEN2_MOE, "num_key_value_heads": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
+    "qwen3_next-experts": ("qwen3_next", NEXT),
+    "qwen3_next-dense-layers": (
+        "qwen3_next",
+        {**NEXT, "linear_num_value_heads": 2, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_key_value_heads": 2, "swiglu_limit": 0.3}),
     "gpt_oss-full-layers": (
@@ -207,12 +265,18 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Mixtures of experts, whose modules have other names than their files: compare files, not modules."""
-LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if name == family and name not in ("llama", "gpt", "bert")]
+OTHER_BLOCKS = ("llama", "gpt", "opt", "bert", "qwen3_next")
+LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if name == family and name not in OTHER_BLOCKS]
 """Variants of the families that share Llama's block, one each."""
 ROPE_VARIANTS = [name for name in VARIANTS if "rope" in name or "yarn" in name or "dynamic" in name]
 """Models whose context was extended."""
 LAYER_NORM = {**{key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}, "layer_norm_eps": 1e-5}
-SIZES = {"gpt": GPT, "bert": BERT, "cohere": LAYER_NORM, "stablelm": LAYER_NORM}
+FALCON = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+OPT = {**FALCON, "max_position_embeddings": 64, "ffn_dim": 80, "dropout": 0.0, "pad_token_id": 0}
+SIZES = {"gpt": GPT, "bert": BERT, "falcon": {**FALCON, "max_position_embeddings": 64}, "opt": OPT}
+SIZES |= dict.fromkeys(("cohere", "stablelm", "phi"), LAYER_NORM)
+SIZES["gpt_neox"] = {key: value for key, value in LAYER_NORM.items() if key != "num_key_value_heads"}
+SIZES["starcoder2"] = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
 """Sizes of families with other keys than Llama's."""
 
 
@@ -233,6 +297,12 @@ def hf_model(variant: str, **changes: Any) -> Any:
         for parameter in model.parameters():  # make biases and norms random too
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.eval()
+
+
+def known_keys(variant: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Those keys of config.json that the family of a variant has."""
+    known = {hf_key for hf_key, _ in find_family({**VARIANTS, **MOE_VARIANTS}[variant][0]).hf.keys.values()}
+    return {key: value for key, value in keys.items() if key in known}
 
 
 def hf_forward(family: str, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

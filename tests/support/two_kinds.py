@@ -1,5 +1,5 @@
 """A family from outside the package whose layers differ: the first ones have a dense MLP, later ones experts, and
-every other layer a sliding window."""
+every other layer a sliding window; the others know positions in another way, the last of them by the mask alone."""
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from trainyard.families.decoder import (
 )
 from trainyard.families.family import HfNameMap
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_hf_names
+from trainyard.families.rope import QueryScale, Rope
 
 
 class TwoKindsConfig(MoeConfig):
@@ -25,6 +26,12 @@ class TwoKindsConfig(MoeConfig):
     """Layers with a sliding window."""
     window: PositiveInt = Field(8)
     """Number of tokens, its own included, that a token of those layers attends to at most."""
+
+    def rope_of(self, layer: int) -> Rope | None:
+        if self.attention_window(layer):
+            return super().rope_of(layer)
+        half = Rope(500.0, self.head_size // 2, self.max_positions, interleaved=True, query_scale=QueryScale(4.0, 0.1))
+        return half if layer == 0 else None
 
     def attention_window(self, layer: int) -> int | None:
         return self.window if layer in parse_layers(self.window_layers, self.layers) else None

@@ -32,8 +32,8 @@ def mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def bmm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """The fp32 product of batches of matrices, which may be bf16; on GPUs it is never rounded (`out_dtype` of bmm, torch
-    2.11 to 2.14)."""
+    """The fp32 product of batches of matrices, which may be bf16. On GPUs it is never rounded (`out_dtype` of bmm,
+    torch 2.11 to 2.14)."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a, b).float()

@@ -12,7 +12,13 @@ def model_conflict(model: ModelConfig) -> str:
     reasons = {
         f"a {model.family} model does not generate": not family_of(model).is_causal,
         "experts get the tokens of all sequences at once": isinstance(model, MoeConfig),
+        "single tokens of recurrent layers are not computed as whole texts": any(
+            model.recurrence(layer) for layer in range(model.layers)
+        ),
         "adapters have matmuls of their own": bool(model.linear.wrappers()),
+        "a token's rope_scaling depends on the length of its sequence": any(
+            rope and rope.static_length for rope in getattr(model, "ropes", ())
+        ),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 

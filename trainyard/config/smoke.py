@@ -62,6 +62,8 @@ def smoke_config(
     if model.get("head_dim"):
         shrink("model", head_dim=SMOKE_HEAD_DIM)
     shrink("model", hidden=heads * SMOKE_HEAD_DIM)
+    latents = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    shrink("model", **{key: min(size, SMOKE_HEAD_DIM) for key in latents if (size := model.get(key))})
     if model.get("ffn"):
         shrink("model", ffn=(1 if model.get("experts") else 4) * model["hidden"])
     if model.get("experts"):
@@ -71,6 +73,8 @@ def smoke_config(
         shrink("model", dense_layers="0" if model["dense_layers"] else None)
         groups = min(model["expert_groups"], 2)  # of which one has enough experts
         shrink("model", expert_groups=groups, top_k_groups=1 if groups > 1 else model["top_k_groups"])
+    if "attention_layers" in model:
+        shrink("model", attention_layers="odd")
     shrink("layout", **_fitted_layout(layout, ranks, heads, named) | {"pipeline_cuts": []})
     shrink("model", layers=max(2, layout["pp"] * layout["vpp"]))
     if not _names_own_data(data["data"], named) and "data" not in named:

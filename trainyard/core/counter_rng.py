@@ -94,6 +94,12 @@ def element_bits(seeds: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> 
     return mix32((a + column * -0x61C88647) ^ (b + site * 0x7F4A7C15))
 
 
+def uniform_slice(key: int, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
+    """fp32 values between 0 and 1 at these places of a vector."""
+    bits = mix64(torch.arange(start, stop, device=device) * -0x61C8864680B583EB + key)
+    return ((bits & 0xFFFFFF).float() + 0.5) * 2.0**-24
+
+
 def normal_slice(key: int, total_columns: int, rows: slice, cols: slice, device: torch.device | str = "cpu") -> Tensor:
     """fp32 standard normal values of a slice of a matrix with `total_columns` columns, without computing the rest."""
     low, step = _quantile_table(str(device))

@@ -52,6 +52,8 @@ class ParamSpec:
     init_std: float | None = None
     """Standard deviation of normal initial values; None fills the parameter with `init_value`."""
     init_value: float = 0.0
+    init_log_range: tuple[float, float] | None = None
+    """Initial values are logarithms of numbers that are uniform between these two, as for rates of decay."""
     flops_tokens: FlopsTokens = "nothing"
     """Tokens that this matrix multiplies (for FLOP counts); `nothing` for a lookup table or a vector."""
     padded: bool = False

@@ -31,23 +31,27 @@ def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_pre
     if blueprint.tied_head:
         vocab, hidden, head_tokens = blueprint.tied_head
         matmuls += 2 * vocab * hidden * tokens[head_tokens] * blueprint.tied_head_passes
-    family = family_of(c)
     last = [c.layers - 1] * len(c.mtp_blocks)  # which are like the last layer
-    layers = Counter((pair_flops(c, i), family.visible_keys(c, i, seq_len)) for i in (*range(c.layers), *last))
-    """Number of layers by the work of a pair, and by how many keys a query sees."""
-    full = sum(count * flops * seq_len**2 for (flops, _), count in layers.items())
-    causal = sum(count * flops * seq_len * visible for (flops, visible), count in layers.items())
+    layers = Counter(mixing_flops(c, layer, seq_len) for layer in (*range(c.layers), *last))
+    full, causal = (sum(count * flops[kind] for flops, count in layers.items()) for kind in range(2))
     return SampleFlops(matmuls + 3.0 * full, matmuls + 3.0 * causal)
 
 
 def layer_flops(c: ModelConfig, blueprint: Blueprint, seq_len: int) -> list[float]:
     """Forward FLOP of one sample in each layer, without masked pairs."""
-    family = family_of(c)
     return [
         sum(2 * prod(spec.shape) * spec.flops_share * seq_len for spec in _matrices(blueprint, layer))
-        + pair_flops(c, layer) * seq_len * family.visible_keys(c, layer, seq_len)
+        + mixing_flops(c, layer, seq_len)[1]
         for layer in range(c.layers)
     ]
+
+
+def mixing_flops(c: ModelConfig, layer: int, seq_len: int) -> tuple[float, float]:
+    """Forward FLOP of one sample in this layer besides matrices: with all pairs of tokens, and with those that its mask
+    keeps."""
+    recurrence, keys = c.recurrence(layer), pair_flops(c, layer) * seq_len
+    of_state = recurrence.flops * seq_len if recurrence else 0
+    return of_state + keys * seq_len, of_state + keys * family_of(c).visible_keys(c, layer, seq_len)
 
 
 def pair_flops(c: ModelConfig, layer: int) -> int:

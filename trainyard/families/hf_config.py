@@ -79,7 +79,8 @@ def read_hf(data: dict[str, Any], family: Family, name: str = "config.json") -> 
         mistake = error.errors()[0]
         key = ".".join(map(str, mistake["loc"]))
         hf_key, _ = family.hf.keys.get(key, (key, None))
-        raise UserError(f"{name}: {hf_key}={mistake['input']}: {mistake['msg']}") from None
+        where = f"{hf_key}={mistake['input']}: " if key else ""  # not the values of all keys
+        raise UserError(f"{name}: {where}{mistake['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
 

@@ -1,7 +1,7 @@
 """ModelConfig: the keys of the `model` section that every family has. Each family adds its own in a subclass."""
 
 from collections.abc import Hashable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
@@ -14,6 +14,15 @@ TokenIds = Annotated[tuple[int, ...], Strict(False), BeforeValidator(lambda ids:
 NewTokens = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False), ONE_OR_MORE]
 TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate", "mtp_loss")
 """Keys of the model section that matter to training only, besides dropout and fused matrices."""
+
+
+class Recurrence(NamedTuple):
+    """A layer that keeps a state of fixed size of a sequence instead of the keys and values of all tokens."""
+
+    state_size: int
+    """Numbers (fp32) in the state of a sequence, over all tensor-parallel ranks."""
+    flops: int
+    """Forward FLOP of a token with the state: all but those of matrices in the blueprint."""
 
 
 class ModelConfig(Section):
@@ -89,9 +98,13 @@ class ModelConfig(Section):
         """Number of tokens, its own included, that a token of this layer attends to at most; None: all that it may."""
         return None
 
+    def recurrence(self, layer: int) -> Recurrence | None:
+        """What this layer has instead of attention; None: attention."""
+        return None
+
     def attention_widths(self, layer: int) -> tuple[int, int]:
         """Widths of a key and of a value of each head in this layer, for FLOP counts; zeros without attention."""
-        return self.head_size, self.value_size
+        return (0, 0) if self.recurrence(layer) else (self.head_size, self.value_size)
 
     def cache_width(self, layer: int, tp: int) -> int:
         """Numbers that generation keeps of a token in this layer, on each of `tp` ranks."""
@@ -100,7 +113,7 @@ class ModelConfig(Section):
     def layer_kind(self, layer: int) -> Hashable:
         """What tells a layer from others. Layers of one kind have the same rows in the blueprint and compute the same,
         so that one of them stands for all where a plan traces."""
-        return self.attention_window(layer)
+        return self.attention_window(layer), self.recurrence(layer)
 
     @property
     def mtp_blocks(self) -> tuple[str, ...]:

@@ -63,8 +63,8 @@ def stored_tensors(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
             if unfused_name not in tensors:  # a row of the blueprint for other layers
                 continue
             slices = out[name].slices if name in out else ()
-            how = {"transposed": hf.transposed, "stacked": hf.stacked, "interleaved": hf.interleaved}
-            out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), **how)  # type: ignore[arg-type]
+            how = {field: getattr(hf, field) for field in ("transposed", "stacked", "interleaved", "groups")}
+            out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), **how)
     out |= {copy: replace(out[name], name=copy) for copy, name in hf_names(model).copies.items()}
     check_all_stored(model, out.values(), "its Hugging Face names")
     return tuple(out.values())
@@ -106,7 +106,8 @@ def weights_from_tensors(model: models.ModelConfig, tensors: Mapping[str, LazyTe
     expected = {stored.name: stored for stored in stored_tensors(model) if stored.name not in repeated}
 
     def is_ignored(name: str) -> bool:
-        return name in repeated or bool(IGNORED_BUFFERS.search(name)) or is_later_layer(model, name)
+        is_unread = IGNORED_BUFFERS.search(name) or re.match(hf.unread, name)
+        return name in repeated or bool(is_unread) or is_later_layer(model, name)
 
     check_tensors("checkpoint", expected, tensors, is_ignored)
     return ShardedWeights(model, ((stored, tensors[name]) for name, stored in expected.items()))

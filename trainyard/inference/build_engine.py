@@ -17,6 +17,7 @@ from trainyard.inference.adapters import AdaptedLinear, AdapterStack
 from trainyard.inference.cached_attention import CachedAttention, CacheSize, CacheState, cache_length
 from trainyard.inference.cached_latent_attention import CachedLatentAttention
 from trainyard.inference.engine import Engine
+from trainyard.inference.layer_state import SlotStates
 from trainyard.kernels.fp8_linear import Fp8Matrix
 from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.kernels.nf4 import Nf4Matrix
@@ -42,7 +43,8 @@ class EngineShape:
 
 
 class InferenceFactory(ModuleFactory):
-    """Builds models whose causal attention has a cache, and whose linear layers may have several adapters."""
+    """Builds models whose causal attention has a cache, whose other layers have the states that they ask for, and whose
+    linear layers may have several adapters."""
 
     def __init__(self, size: CacheSize, state: CacheState, adapters: AdapterStack | None, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -52,6 +54,9 @@ class InferenceFactory(ModuleFactory):
         linear = super().linear(name)
         found = self.adapters.layer(name) if self.adapters else None
         return AdaptedLinear(linear, self.state, found) if found else linear
+
+    def layer_state(self, *shapes: tuple[int, ...]) -> SlotStates:
+        return SlotStates(self.size, self.state, shapes)
 
     def _attention(self, heads: int, kv_heads: int, causal: bool, *arguments: Any) -> CoreAttention:
         if not causal:
@@ -87,8 +92,8 @@ def build_engine(
         check_invariance(config, tp.size, compiled, shape.fp8_weights)
     check_memory(config, device, tp.size, shape, bool(existing), batch_invariant)
     handle = device.torch_device
-    lengths, numbers = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(2))
-    state = CacheState(lengths, numbers)
+    lengths, numbers, is_active = (torch.zeros(shape.slots, dtype=torch.int32, device=handle) for _ in range(3))
+    state = CacheState(lengths, numbers, is_active)
     # The last position takes the token that is in flight when a sequence ends.
     options = not batch_invariant, config.head_size, config.value_size, shape.dtype, handle
     size = CacheSize(shape.slots, shape.max_seq_len + 1, *options)
@@ -131,13 +136,15 @@ def _is_linear_weight(spec: ParamSpec) -> bool:
 def cache_bytes(
     config: ModelConfig, tp: int, slots: int, max_seq_len: int, itemsize: int, batch_invariant: bool
 ) -> int:
-    """Bytes of what an engine keeps of tokens on each rank: keys and values, or latents."""
-    numbers = 0
+    """Bytes of what an engine keeps of tokens on each rank: keys and values, latents, or states."""
+    numbers = of_states = 0
     for layer in range(config.layers):
         length = cache_length(None if batch_invariant else config.attention_window(layer), max_seq_len + 1)
         copies = 1 if length > max_seq_len else 2  # a ring comes with a copy
         numbers += copies * length * config.cache_width(layer, tp)
-    return slots * numbers * itemsize
+        if recurrence := config.recurrence(layer):
+            of_states += 2 * recurrence.state_size // tp * torch.float32.itemsize  # with a copy, too
+    return slots * (numbers * itemsize + of_states)
 
 
 def check_memory(

@@ -19,6 +19,8 @@ class CacheState:
     """Tokens of each slot that are in the cache, int32 [slots]."""
     adapters: Tensor
     """The number of each slot's adapter, int32 [slots]; 0: the model alone."""
+    is_active: Tensor
+    """1 for slots that decode continues; the others compute a token that nobody reads; int32 [slots]."""
     decoding: bool = False
     """True: one new token for each of the first slots. False: tokens `start`, ... of the slots in `slots`."""
     visible: int = 0
@@ -61,10 +63,12 @@ class LayerCache:
     reads_lengths = False
     """True if a decode step reads only what each slot has, without a bound on the visible positions."""
     is_ring = False
+    is_state = False
+    """True if a decode step that is repeated changes it again."""
 
     @property
     def caches(self) -> tuple[Tensor, ...]:
-        """Tensors [slots, groups, positions, ...]."""
+        """Tensors [slots, groups, positions, ...]; of a ring or a state, any that begin with slots."""
         raise NotImplementedError
 
 

@@ -109,19 +109,19 @@ class Engine:
     """Owns the model, its cache, and the last token of every slot."""
 
     def __init__(self, model: TransformerStage, state: CacheState, device: Device, vocab: int, compiled: bool) -> None:
-        """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
-        graph for each shape."""
+        """`model` has layers with a cache or states that share `state`. With `compiled`, decode steps are compiled,
+        one graph for each shape."""
         self.model, self.state, self.device = model, state, device
         self._layers = [module for module in model.modules() if isinstance(module, LayerCache)]
         self.num_slots, self.max_seq_len = state.lengths.shape[0], self._layers[0].max_seq_len - 1
         self.has_rings = any(module.is_ring for module in self._layers)
-        """A ring keeps the last tokens only: a prompt begins with another one's if `keep_state` was called there."""
+        """A ring keeps the last tokens only, and a state cannot be cut: a prompt begins with another one's if
+        `keep_state` was called there."""
         handle = device.torch_device
         self.lengths = state.lengths
         self.tokens = torch.zeros_like(self.lengths)
         """The last token of each slot, which is not in the cache yet."""
-        self.is_active = torch.zeros_like(self.lengths)
-        """1 for slots that decode continues; the others compute a token that nobody reads."""
+        self.is_active = state.is_active
         self.sampler = Sampler(self.num_slots, vocab, device)
         self._adapters = [0] * self.num_slots
         self._prompt_lengths = [0] * self.num_slots
@@ -164,7 +164,8 @@ class Engine:
 
     @functools.cached_property
     def _rings(self) -> list[tuple[Tensor, Tensor]]:
-        """The caches that are rings, each with a copy of what they were after the tokens of a slot that are kept."""
+        """The caches that are rings or states, each with a copy of what it was after the tokens of a slot that are
+        kept."""
         layers = [layer for layer in self._layers if layer.is_ring]
         return [(cache, torch.zeros_like(cache)) for layer in layers for cache in layer.caches]
 
@@ -272,7 +273,8 @@ class Engine:
         work = partial(self._decode, self.tokens[rows], self.lengths[rows], self.is_active[rows], variant)
         if not self.device.supports_graphs:
             return lambda: start_reading(self.device, work())
-        changed = [self.tokens, self.lengths]
+        states = [cache for layer in self._layers if layer.is_state for cache in layer.caches]
+        changed = [self.tokens, self.lengths, *(cache[rows] for cache in states)]
         if variant.needs.penalized and self.sampler.penalties:
             changed.append(self.sampler.penalties.counts)
         before = [tensor.clone() for tensor in changed]

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trainyard.core.counter_rng import key64, normal_slice
+from trainyard.core.counter_rng import key64, normal_slice, uniform_slice
 from trainyard.core.splits import FULL_MODEL, ModelShard
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import Blueprint, layer_index
@@ -49,6 +49,10 @@ def initial_slice(
     spec = blueprint.spec(name)
     if spec.init_std is not None:
         torch.mul(normal_values(piece, seed, device), spec.init_std, out=out)
+    elif spec.init_log_range:
+        low, high = spec.init_log_range
+        first, count = piece.offsets[0], piece.sizes[0]
+        torch.log(low + (high - low) * uniform_slice(key64(seed, piece.name), first, first + count, device), out=out)
     elif not spec.norms_of:
         out.fill_(spec.init_value)
     else:

@@ -14,8 +14,8 @@ from trainyard.core.splits import head_range
 from trainyard.families.blueprint import layer_index
 from trainyard.families.decoder import DecoderConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.gated_mlp import make_mlp, reduce_output
 from trainyard.models.layers import PositionTable, PositionTables, ResidualSum, RMSNorm
+from trainyard.models.mlp import make_mlp, reduce_output
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
@@ -44,7 +44,7 @@ class LlamaAttention(Recomputable):
             self.q_norm, self.k_norm = (
                 make.rms_norm(f"{name}.{x}_norm", c.norm_eps, style.norm == "rms_plus_one") for x in "qk"
             )
-        self.rope_index, self.rope_interleaved = c.ropes.index(rope), c.rope_interleaved
+        self.rope_index, self.rope_interleaved = c.ropes.index(rope), rope is not None and rope.interleaved
         window = c.attention_window(layer)
         self.sinks = make.optional_parameter(f"{name}.sinks")
         scores: dict[str, Any] = {"scale": style.attention_scale, "soft_cap": style.attention_soft_cap}
@@ -54,8 +54,15 @@ class LlamaAttention(Recomputable):
         self.output = make.linear(f"{name}.output")
 
     def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
+        return reduce_output(self.tp, self.output, self.attend(self.project(x_BTD), positions, documents_BT))
+
+    def project(self, x_BTD: Tensor) -> Tensor:
+        """q, k and v of this rank's heads, side by side."""
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
-        qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
+        return projections[0] if len(projections) == 1 else torch.cat(projections, -1)
+
+    def attend(self, qkv: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
+        """The output of all heads, [B, T, H K]."""
         if self.norms_all_heads:
             qkv = self._norm_all_heads(qkv)
         cos_TK, sin_TK, query_scale = positions[self.rope_index]
@@ -69,11 +76,11 @@ class LlamaAttention(Recomputable):
         if query_scale is not None:
             q_BHTK = (q_BHTK * query_scale).to(q_BHTK.dtype)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
-        return reduce_output(self.tp, self.output, y_BHTK.transpose(1, 2).flatten(2))
+        return y_BHTK.transpose(1, 2).flatten(2)
 
     def _norm_all_heads(self, qkv: Tensor) -> Tensor:
-        assert self.q_norm
-        assert self.k_norm
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         heads, kv_heads = self.local_heads
         head_size = qkv.shape[-1] // (heads + 2 * kv_heads)
         q, k, v = torch.split(qkv, [heads * head_size, kv_heads * head_size, kv_heads * head_size], -1)
@@ -135,9 +142,9 @@ class Llama(TransformerStage):
         return x_BTD if scale == 1 else x_BTD * torch.tensor(scale, dtype=x_BTD.dtype)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
-        assert self.norm
+        assert self.norm is not None
         x_BTD = self.norm(x_BTD)[1]
         if self.style.logit_scale != 1:
             x_BTD = x_BTD * self.style.logit_scale
         cap, sharded = self.style.logit_soft_cap, self.tp.sequence_parallel
-        return self.make_output(x_BTD, self.output, tokens_sharded=sharded, soft_cap=cap)
+        return self.make_output(x_BTD, self.output, self.output.bias, tokens_sharded=sharded, soft_cap=cap)

@@ -1,10 +1,10 @@
 """ModuleFactory: builds layers whose parameters have the local shapes of the blueprint and no memory yet."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainyard.core.errors import UserError
 from trainyard.core.section import Section
@@ -42,6 +42,19 @@ class Fp8Layers(NamedTuple):
 
     def for_parameter(self, name: str) -> Fp8Options | None:
         return self.recipe if layer_index(name) in self.layers else None
+
+
+class LayerState(Protocol):
+    """What a layer keeps of sequences while it generates: fp32 tensors of the shapes that it asked for, one of each for
+    every sequence."""
+
+    def read(self, rows: int) -> tuple[Tensor, list[Tensor]]:
+        """For the `rows` sequences of a forward pass: how many of its tokens count, [rows], and the states before
+        the first of them, [rows, *shape]: zeros where a sequence begins. Tokens that do not count are at the end, and
+        must not change the state."""
+
+    def write(self, *states: Tensor) -> None:
+        """The states behind the last token that counts."""
 
 
 class ModuleFactory:
@@ -98,7 +111,8 @@ class ModuleFactory:
         return VocabEmbedding(self.parameter(f"{name}.weight"), self.tp, self.kernels)
 
     def output_projection(self, name: str) -> OutputProjection:
-        return OutputProjection(self.parameter(f"{name}.weight"), self.tp)
+        bias = self.optional_parameter(f"{name}.bias")
+        return OutputProjection(self.parameter(f"{name}.weight"), self.tp, bias)
 
     def head(self, model: nn.Module, tied: bool) -> OutputProjection:
         """The matrix of the head of a decoder: of its scores, that of its embedding, or its own."""
@@ -128,6 +142,11 @@ class ModuleFactory:
     def layer_norm(self, name: str, eps: float, post_norm: bool = False) -> LayerNorm:
         bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
         return LayerNorm(self.parameter(f"{name}.weight"), bias, eps, self.kernels, post_norm)
+
+    def layer_state(self, *shapes: tuple[int, ...]) -> LayerState | None:
+        """What a layer that is not attention keeps of a sequence, on this rank. None where whole sequences are
+        computed, as in training."""
+        return None
 
     def dropout(self, p: float, site: str) -> Dropout:
         return Dropout(p, site, self.kernels)

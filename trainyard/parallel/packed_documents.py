@@ -1,5 +1,5 @@
 """Attention within the documents of packed samples, or in a sliding window, by a variable-length kernel: it computes no
-score that is hidden, where a mask would compute all and hide most.
+score that is hidden, where a mask would compute all and hide most. Soft-caps have such a kernel too, of our own.
 
 The kernel takes one row of sequences and where they start. Documents are numbered tokens, and how many there are is
 known on the device only; a bound, which the host knows, gives the starts a static shape.
@@ -37,7 +37,12 @@ def forward(
     (B, H, T, K), V = q_BHTK.shape, v_BGTV.shape[3]
     q_NHK, k_NGK, v_NGK = (_rows(x) for x in (q_BHTK, k_BGTK, compat.pad_columns(v_BGTV, K)))
     starts = _starts(q_BHTK, documents_BT, max_documents)
-    out_NHK, lse_HN = compat.varlen_flash(q_NHK, k_NGK, v_NGK, starts, T, window, scores.scale_of(K))
+    if scores.soft_cap is None:
+        out_NHK, lse_HN = compat.varlen_flash(q_NHK, k_NGK, v_NGK, starts, T, window, scores.scale_of(K))
+    else:
+        from trainyard.kernels.triton.attention.ops import capped_attention  # on GPUs only
+
+        out_NHK, lse_HN = capped_attention(q_NHK, k_NGK, v_NGK, starts, T, window, scores)
     # Copies: an operator may not return a view of one layout where its rule says another.
     out_BHTV, lse_BHT = _samples(out_NHK[..., :V].contiguous(), B), lse_HN.view(H, B, T).transpose(0, 1).contiguous()
     add_sinks(out_BHTV, lse_BHT, scores)
@@ -51,10 +56,14 @@ def backward(
     (B, _, T, K), V = q_BHTK.shape, v_BGTV.shape[3]
     dout, v, out = (_rows(compat.pad_columns(x, K)) for x in (dout_BHTV, v_BGTV, out_BHTV))
     lse_HN = lse_BHT.transpose(0, 1).reshape(-1, B * T)
-    starts, scale = _starts(q_BHTK, documents_BT, max_documents), scores.scale_of(K)
-    q, k = _rows(q_BHTK), _rows(k_BGTK)
-    dq, dk, dv = compat.varlen_flash_backward(dout, q, k, v, out, lse_HN, starts, T, window, scale)
-    return _samples(dq, B), _samples(dk, B), _samples(dv[..., :V].contiguous(), B)
+    inputs = (dout, _rows(q_BHTK), _rows(k_BGTK), v, out, lse_HN, _starts(q_BHTK, documents_BT, max_documents))
+    if scores.soft_cap is None:
+        dq, dk, dv = compat.varlen_flash_backward(*inputs, T, window, scores.scale_of(K))
+    else:
+        from trainyard.kernels.triton.attention.ops import capped_attention_backward
+
+        dq, dk, dv = capped_attention_backward(*inputs, T, window, scores)
+    return _samples(dq.contiguous(), B), _samples(dk.contiguous(), B), _samples(dv[..., :V].contiguous(), B)
 
 
 def _starts(q_BHTK: Tensor, documents_BT: Tensor | None, max_documents: int) -> Tensor:

@@ -248,9 +248,9 @@ def _has_varlen_kernel(
     q: Tensor, v: Tensor, documents: Tensor | None, p: float, size: int, causal: bool, window: int, max_documents: int,
     soft_cap: float | None,
 ) -> bool:  # fmt: skip
-    """True if one kernel skips what documents or windows hide."""
-    is_plain = size == 1 and causal and not p and soft_cap is None and v.shape[-1] <= q.shape[-1]
-    has_starts = max_documents > 0 if documents is not None else window > 0
+    """True if one kernel skips what documents or windows hide, or computes soft-caps."""
+    is_plain = size == 1 and causal and not p and v.shape[-1] <= q.shape[-1]
+    has_starts = max_documents > 0 if documents is not None else window > 0 or soft_cap is not None
     return is_plain and has_starts and compat.has_varlen_flash(q)
 
 

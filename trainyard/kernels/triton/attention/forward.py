@@ -2,6 +2,7 @@
 
 from trainyard.kernels.triton.attention.tiles import (
     LOG2_E,
+    capped,
     dot,
     head_bits,
     keep_mask,
@@ -11,6 +12,7 @@ from trainyard.kernels.triton.attention.tiles import (
     mask_scores,
     query_seeds,
     store_rows,
+    window_start,
     zero_dropped,
     zero_rows,
 )
@@ -20,19 +22,23 @@ from trainyard.kernels.triton.language import tl, triton
 @triton.jit
 def _forward_over_keys(  # type: ignore[no-untyped-def]
     acc, row_max, row_sum, q, k, v, k_token, v_token, start_key, end_key, length, query, a, b, head_term,
-    threshold, keep_scale, MASK: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, BLOCK_K: tl.constexpr,
+    threshold, keep_scale, MASK: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over a range of keys: updates the weighted sum of values, the row maxima and the row sums."""
-    scale: tl.constexpr = LOG2_E * K**-0.5
+    scale: tl.constexpr = LOG2_E * SCALE
+    factor: tl.constexpr = 1.0 if SOFT_CAP != 0.0 else scale
     for start in range(start_key, end_key, N):
         key = start + tl.arange(0, N)
         kk = load_rows(k, k_token, key, length, K, BLOCK_K)
         score = dot(q, tl.trans(kk))
+        if SOFT_CAP != 0.0:
+            score = capped(score * scale, LOG2_E * SOFT_CAP)
         if MASK:
-            score = mask_scores(score, query, key, length, CAUSAL)
-        new_max = tl.maximum(row_max, tl.max(score, 1) * scale)
-        weight = tl.exp2(score * scale - new_max[:, None])
+            score = mask_scores(score, query, key, length, CAUSAL, WINDOW)
+        new_max = tl.maximum(row_max, tl.max(score, 1) * factor)
+        weight = tl.exp2(score * factor - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weight, 1)
         row_max = new_max
@@ -48,8 +54,8 @@ def _forward_over_keys(  # type: ignore[no-untyped-def]
 def forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, cu_seqlens, seed0, seed1, site, head_offset, threshold, keep_scale, tokens,
     q_token, q_head, k_token, k_head, v_token, v_head,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     out_token = tl.num_programs(1) * K
@@ -79,13 +85,17 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     row_max = tl.full((M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((M,), tl.float32)
     unmasked_end, end = key_ranges(start_row, length, CAUSAL, M, N)
+    begin = 0
+    if WINDOW:
+        begin = window_start(start_row, WINDOW, N)
+        unmasked_end = begin
     acc, row_max, row_sum = _forward_over_keys(
-        acc, row_max, row_sum, qq, k, v, k_token, v_token, 0, unmasked_end, length, query, a, b, head_term,
-        threshold, keep_scale, False, CAUSAL, DROPOUT, N, K, BLOCK_K,
+        acc, row_max, row_sum, qq, k, v, k_token, v_token, begin, unmasked_end, length, query, a, b, head_term,
+        threshold, keep_scale, False, CAUSAL, DROPOUT, SCALE, SOFT_CAP, WINDOW, N, K, BLOCK_K,
     )  # fmt: skip
     acc, row_max, row_sum = _forward_over_keys(
         acc, row_max, row_sum, qq, k, v, k_token, v_token, unmasked_end, end, length, query, a, b, head_term,
-        threshold, keep_scale, True, CAUSAL, DROPOUT, N, K, BLOCK_K,
+        threshold, keep_scale, True, CAUSAL, DROPOUT, SCALE, SOFT_CAP, WINDOW, N, K, BLOCK_K,
     )  # fmt: skip
     store_rows(out, out_token, query, length, acc * (keep_scale / row_sum)[:, None], K, BLOCK_K)
     tl.store(lse + query, row_max + tl.log2(row_sum), mask=query < length)

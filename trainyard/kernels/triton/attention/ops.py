@@ -18,6 +18,7 @@ Shapes: N tokens, S sequences, H heads, G kv heads, R heads per kv head, K head 
 and N keys. Exponents and log-sum-exps (lse) are base 2.
 """
 
+from math import log
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,11 +27,14 @@ from torch import Tensor
 from trainyard.compat import has_memory
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.custom_op import WORKSPACE_BYTES, kernel_op
-from trainyard.kernels.reference import split_qkv
+from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores, split_qkv
 from trainyard.kernels.triton.attention.backward import dkdv_kernel, dq_kernel
 from trainyard.kernels.triton.attention.forward import forward_kernel
 from trainyard.kernels.triton.language import triton
 
+DropoutArgs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""The tensors of `DropoutRng`, or none of them."""
+NO_DROPOUT: DropoutArgs = (None, None, None, None)
 FUSED_BACKWARD_MAX_HEAD_DIM = 64
 """Largest head dim for which one kernel computes all gradients. Triton 3.6 miscompiles transposed matmuls (gradients
 several times too large, or reads past the end of shared memory) for larger heads, and for blocks of 64 queries by 32
@@ -88,17 +92,27 @@ def varlen_attention_forward(
     """Return the output and the log-sum-exp of the scores, [H, N]. The four tensors of `DropoutRng` are given together
     or not at all."""
     N, width = qkv.shape  # not len(): it would specialize a dynamic length
-    H, K, R = heads, width // (heads + 2 * kv_heads), heads // kv_heads
+    H, K = heads, width // (heads + 2 * kv_heads)
     out, lse = qkv.new_empty((N, H, K)), qkv.new_empty((H, N), dtype=torch.float32)
     if has_memory(out):
         q, k, v = split_qkv(_last_dim_contiguous(qkv), heads, kv_heads)
-        blocks = block_sizes("forward", K, R, max_seqlen, q.dtype == torch.bfloat16)
-        forward_kernel[(triton.cdiv(max(max_seqlen, 1), blocks.queries), H, cu_seqlens.numel())](
-            q, k, v, out, lse, cu_seqlens, seed0, seed1, site, head_offset, round(p * 2**31), 1 / (1 - p), N,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            CAUSAL=causal, DROPOUT=seed0 is not None, R=R, K=K, **blocks.launch_options(K),
-        )  # fmt: skip
+        _launch_forward(q, k, v, out, lse, cu_seqlens, (seed0, seed1, site, head_offset), p, max_seqlen, causal)
     return out, lse
+
+
+def _launch_forward(
+    q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    dropout_args: DropoutArgs, p: float, max_seqlen: int, causal: bool, scores: AttentionScores = PLAIN_SCORES,
+    window: int = 0,
+) -> None:  # fmt: skip
+    (N, H, K), R = q_NHK.shape, q_NHK.shape[1] // k_NGK.shape[1]
+    blocks = block_sizes("forward", K, R, max_seqlen, q_NHK.dtype == torch.bfloat16)
+    forward_kernel[(triton.cdiv(max(max_seqlen, 1), blocks.queries), H, cu_seqlens.numel())](
+        q_NHK, k_NGK, v_NGK, out, lse, cu_seqlens, *dropout_args, round(p * 2**31), 1 / (1 - p), N,
+        *q_NHK.stride()[:2], *k_NGK.stride()[:2], *v_NGK.stride()[:2],
+        CAUSAL=causal, DROPOUT=dropout_args[0] is not None, SCALE=scores.scale_of(K), SOFT_CAP=scores.soft_cap or 0.0,
+        WINDOW=window, R=R, K=K, **blocks.launch_options(K),
+    )  # fmt: skip
 
 
 @kernel_op
@@ -111,13 +125,23 @@ def varlen_attention_backward(
     d_qkv = qkv.new_empty(qkv.shape)
     if not has_memory(d_qkv):
         return d_qkv
-    dout = _last_dim_contiguous(dout)
     q, k, v = split_qkv(_last_dim_contiguous(qkv), heads, kv_heads)
-    dq, dk, dv = split_qkv(d_qkv, heads, kv_heads)
-    (N, H, K), R, S = q.shape, heads // kv_heads, cu_seqlens.numel()
-    inputs = (cu_seqlens, seed0, seed1, site, head_offset, round(p * 2**31), 1 / (1 - p), N)
+    inputs = (_last_dim_contiguous(dout), q, k, v, out, lse, d_qkv, cu_seqlens)
+    _launch_backward(*inputs, (seed0, seed1, site, head_offset), p, max_seqlen, causal)
+    return d_qkv
+
+
+def _launch_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_qkv: Tensor, cu_seqlens: Tensor,
+    dropout_args: DropoutArgs, p: float, max_seqlen: int, causal: bool, scores: AttentionScores = PLAIN_SCORES,
+    window: int = 0,
+) -> None:  # fmt: skip
+    (N, H, K), kv_heads, S = q.shape, k.shape[1], cu_seqlens.numel()
+    dq, dk, dv = split_qkv(d_qkv, H, kv_heads)
+    R, inputs = H // kv_heads, (cu_seqlens, *dropout_args, round(p * 2**31), 1 / (1 - p), N)
     strides = [step for x in (q, k, v, dout) for step in x.stride()[:2]] + [dq.stride(0)]
-    constants = {"CAUSAL": causal, "DROPOUT": seed0 is not None, "R": R, "K": K}
+    constants = {"CAUSAL": causal, "DROPOUT": dropout_args[0] is not None, "R": R, "K": K}
+    constants |= {"SCALE": scores.scale_of(K), "SOFT_CAP": scores.soft_cap or 0.0, "WINDOW": window}
     bf16, delta = q.dtype == torch.bfloat16, torch.empty_like(lse)
     blocks = block_sizes("fused_backward", K, R, max_seqlen, bf16)
     fused = R == 1 and K <= FUSED_BACKWARD_MAX_HEAD_DIM and max_seqlen <= blocks.queries
@@ -132,7 +156,30 @@ def varlen_attention_backward(
         dkdv_kernel[(triton.cdiv(max(max_seqlen, 1), blocks.keys), kv_heads, S)](
             q, k, v, lse, dout, delta, dk, dv, *inputs, *strides, **constants, **blocks.launch_options(K)
         )
-    return d_qkv
+
+
+def capped_attention(
+    q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int,
+    scores: AttentionScores,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal attention within sequences whose scores have a scale and a soft-cap: output [N, H, K] and log-sum-exp
+    [H, N] to the base e, without sinks."""
+    N, H, _ = q_NHK.shape
+    out, lse = torch.empty_like(q_NHK, memory_format=torch.contiguous_format), q_NHK.new_empty((H, N)).float()
+    _launch_forward(q_NHK, k_NGK, v_NGK, out, lse, cu_seqlens, NO_DROPOUT, 0.0, max_seqlen, True, scores, window)
+    return out, lse.mul_(log(2))
+
+
+def capped_attention_backward(
+    dout: Tensor, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    max_seqlen: int, window: int, scores: AttentionScores,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Its gradients, given output and log-sum-exp over keys and sinks."""
+    (N, H, K), G = q_NHK.shape, k_NGK.shape[1]
+    d_qkv, lse = q_NHK.new_empty((N, (H + 2 * G) * K)), (lse / log(2)).contiguous()
+    inputs = (dout, q_NHK, k_NGK, v_NGK, out.contiguous(), lse, d_qkv, cu_seqlens)
+    _launch_backward(*inputs, NO_DROPOUT, 0.0, max_seqlen, True, scores, window)
+    return split_qkv(d_qkv, H, G)
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:

@@ -94,8 +94,17 @@ def key_ranges(start_row, length, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.c
 
 
 @triton.jit
-def mask_scores(score, query, key, length, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Mask the scores of a partly visible block. If causal, keys beyond the end come after all valid queries."""
+def window_start(start_row, WINDOW: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first key, in full blocks of N, that a query from `start_row` on sees."""
+    return tl.maximum(start_row - WINDOW + 1, 0) // N * N
+
+
+@triton.jit
+def mask_scores(score, query, key, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Mask the scores of a partly visible block. If causal, keys beyond the end come after all valid queries. With a
+    window, a query may see no key of a block: what a finite score adds there vanishes with its first key."""
+    if WINDOW:
+        return tl.where((query[:, None] >= key[None, :]) & (query[:, None] - key[None, :] < WINDOW), score, -1e30)
     if CAUSAL:
         return tl.where(query[:, None] >= key[None, :], score, float("-inf"))
     return score + tl.where(key < length, 0.0, float("-inf"))[None, :]

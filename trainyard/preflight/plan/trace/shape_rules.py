@@ -247,6 +247,7 @@ RULES: dict[Any, Rule | None] = {
     aten.mm.default: _mm,
     aten.bmm.default: _mm,
     aten.addmm.default: _addmm,
+    aten.baddbmm.default: _addmm,
     aten.mm.out: _out,
     aten.addmm.out: _out,
     aten.addmm_.default: _first,

@@ -24,7 +24,10 @@ from trainyard.preflight.plan.trace.part_recorder import PartRecorder
 from trainyard.preflight.plan.trace.stage_run import StageRun, TracedStage
 
 aten = torch.ops.aten
-MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.out: 0}
+MATMULS = {
+    **dict.fromkeys((aten.mm.default, aten.mm.out, aten.bmm.default), 0),
+    **dict.fromkeys((aten.addmm.default, aten.addmm_.default, aten.baddbmm.default), 1),
+}
 """Matrix multiplications, and the index of their first operand. The second one follows it."""
 FP8_MATMUL = "trainyard::fp8_matmul"
 STORED_GEMMS = {"trainyard::nf4_matmul": 1, "trainyard::cast_matmul": 1, "trainyard::fp8_dgrad": 2}

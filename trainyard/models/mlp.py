@@ -5,7 +5,7 @@ from torch import Tensor
 
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
-from trainyard.models.layers import GatedActivation, Linear
+from trainyard.models.layers import Linear, MlpActivation
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.parallel.recompute import Recomputable
@@ -18,14 +18,15 @@ class LlamaMLP(Recomputable):
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp = make.tp
-        self.gate_up_linears = make.linears(self, name, ["gate_up"] if c.fuse_gate_up else ["gate", "up"])
-        self.activation = GatedActivation(c.style.activation, make.kernels)
+        parts = (["gate_up"] if c.fuse_gate_up else ["gate", "up"]) if c.style.gated else ["up"]
+        self.up_linears = make.linears(self, name, parts)
+        self.activation = MlpActivation(c.style.activation, make.kernels, c.style.gated)
         self.down = make.linear(f"{name}.down")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        projections = self.tp.column_parallel(x_BTD, *self.gate_up_linears, keep_gathered=self.keep_gathered)
-        gate_up = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
-        return reduce_output(self.tp, self.down, self.activation(gate_up))
+        projections = self.tp.column_parallel(x_BTD, *self.up_linears, keep_gathered=self.keep_gathered)
+        y_BTF = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
+        return reduce_output(self.tp, self.down, self.activation(y_BTF))
 
 
 def reduce_output(tp: TensorAxis, linear: Linear, x: Tensor) -> Tensor:

@@ -1,0 +1,210 @@
+"""Qwen3-Next: a gated delta net, which is a linear attention, in most layers, and gated attention in every fourth."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from trainyard.core.section import PositiveInt, nearest_multiples
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, layers_text, parse_layers
+from trainyard.families.builtin.qwen2_moe import (
+    QWEN_MOE_HF_KEYS,
+    read_dense_layers,
+    write_dense_layers,
+)
+from trainyard.families.decoder import (
+    DecoderStyle,
+    decoder_hf_format,
+    decoder_hf_keys,
+    decoder_hf_names,
+)
+from trainyard.families.family import Family, HfNameMap, HfTensor
+from trainyard.families.model_config import Recurrence
+from trainyard.families.moe import MoeConfig, MoeStyle, moe_blueprint, moe_hf_names
+from trainyard.families.rope import ROPE_HF_KEYS, read_rope
+
+ATTENTION = "layers.*.attention."
+MIXER_KEYS = ("layer_types", "full_attention_interval")
+DENSE_LAYER_KEYS = ("intermediate_size", "mlp_only_layers", "decoder_sparse_step")
+"""Keys that `read` reads."""
+LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+class Qwen3NextConfig(MoeConfig):
+    """Qwen3-Next: gated delta nets and gated attention, norms of 1 + weight, RoPE of a part of each head, many small
+    experts and a shared one with a gate."""
+
+    experts: PositiveInt = 512
+    """Number of experts in each layer."""
+    top_k: PositiveInt = 10
+    """Experts that a token goes to."""
+    shared_ffn: PositiveInt | None = Field(...)
+    """Intermediate size of the shared expert, an MLP that every token goes through as well."""
+    head_dim: PositiveInt | None = 256
+    """Width of a head, an even number; null: hidden / heads."""
+    norm_eps: float = Field(1e-6, gt=0)
+    """Epsilon added to the mean square in RMSNorm."""
+    partial_rotary_factor: float = Field(0.25, gt=0, le=1)
+    """Share of a head that RoPE rotates, its first dims."""
+    attention_layers: str | None = None
+    """Layers with attention, such as 3,7 or odd; all others have a gated delta net. Default: every fourth."""
+    delta_key_heads: PositiveInt = 16
+    """Number of query and key heads of a gated delta net; must be divisible by layout.tp."""
+    delta_value_heads: PositiveInt = 32
+    """Number of its value heads, a multiple of its key heads."""
+    delta_key_dim: PositiveInt = 128
+    """Width of its query and key heads."""
+    delta_value_dim: PositiveInt = 128
+    """Width of its value heads."""
+    conv_width: int = Field(4, ge=2)
+    """Tokens, its own included, that the convolution before the delta rule sums up for each channel."""
+
+    @model_validator(mode="after")
+    def _check_delta(self) -> Self:
+        heads, keys = self.delta_value_heads, self.delta_key_heads
+        if heads % keys:
+            nearest = nearest_multiples(heads, keys)
+            raise ValueError(f"delta_value_heads={heads}: not a multiple of delta_key_heads={keys}; nearest: {nearest}")
+        assert self.full_attention_layers is not None  # reads `attention_layers`
+        return self
+
+    @property
+    def style(self) -> DecoderStyle:
+        return DecoderStyle(norm="rms_plus_one", qk_norm="heads")
+
+    @property
+    def moe_style(self) -> MoeStyle:
+        return MoeStyle(shared_gate=True)
+
+    @property
+    def full_attention_layers(self) -> Collection[int]:
+        text = self.attention_layers
+        return range(3, self.layers, 4) if text is None else parse_layers(text, self.layers) if text else ()
+
+    @property
+    def ffn_sizes(self) -> dict[str, int]:
+        return {**super().ffn_sizes, "delta_key_heads": self.delta_key_heads}
+
+    @property
+    def delta_channels(self) -> dict[str, int]:
+        """Channels of the convolution: those of queries, keys and values."""
+        keys = self.delta_key_heads * self.delta_key_dim
+        return {"q": keys, "k": keys, "v": self.delta_value_heads * self.delta_value_dim}
+
+    def recurrence(self, layer: int) -> Recurrence | None:
+        if layer in self.full_attention_layers:
+            return None
+        state, channels = self.delta_value_heads * self.delta_key_dim * self.delta_value_dim, self.delta_channels
+        window = (self.conv_width - 1) * sum(channels.values())
+        # A token reads what the state has for its key, adds to it, and reads it for its query.
+        return Recurrence(state + window, 3 * 2 * state + 2 * self.conv_width * sum(channels.values()))
+
+
+def blueprint(c: Qwen3NextConfig) -> Blueprint:
+    table = moe_blueprint(c)
+    first = next(index for index, spec in enumerate(table.specs) if spec.name.startswith(ATTENTION))
+    attention = [_with_gate(spec) for spec in table.specs if spec.name.startswith(ATTENTION)]
+    others = [spec for spec in table.specs if not spec.name.startswith(ATTENTION)]
+    delta_layers = set(range(c.layers)).difference(c.full_attention_layers)
+    mixers = [*for_layers(c.full_attention_layers, attention), *for_layers(delta_layers, delta_specs(c))]
+    return replace(table, specs=(*others[:first], *mixers, *others[first:]))
+
+
+def _with_gate(spec: ParamSpec) -> ParamSpec:
+    """Attention with a gate: the rows of each head of q are those of its query and as many of its gate."""
+    parts = tuple(replace(part, size=2 * part.size) if ".q." in part.name else part for part in spec.fused_parts)
+    return replace(spec, shape=(sum(p.size for p in parts), *spec.shape[1:]), fused_parts=parts) if parts else spec
+
+
+def delta_specs(c: Qwen3NextConfig) -> list[ParamSpec]:
+    """The parameters of a gated delta net. The rows of its projections are in groups, a key head with its value heads,
+    and a tensor-parallel rank has some of the groups."""
+    groups, channels, heads = c.delta_key_heads, c.delta_channels, c.delta_value_heads
+
+    def projection(name: str, rows: int) -> ParamSpec:
+        parts = (FusedPart(f"{ATTENTION}{name}.weight", rows, groups),)
+        return ParamSpec(
+            f"{ATTENTION}{name}.weight", (rows, c.hidden), 0, parts, "block", c.init_std, flops_tokens="tokens"
+        )
+
+    conv = tuple(FusedPart(f"{ATTENTION}conv.{name}.weight", size, groups) for name, size in channels.items())
+    conv_shape = (sum(channels.values()), 1, c.conv_width)
+    return [
+        projection("qkvz", sum(channels.values()) + channels["v"]),
+        projection("ba", 2 * heads),
+        ParamSpec(f"{ATTENTION}conv.weight", conv_shape, 0, conv, "block", c.init_std),
+        ParamSpec(f"{ATTENTION}log_rate", (heads,), 0, init_log_range=(0.01, 16.0)),
+        ParamSpec(f"{ATTENTION}rate_bias", (heads,), 0, init_value=1.0),
+        ParamSpec(f"{ATTENTION}norm.weight", (c.delta_value_dim,), init_value=1.0, tp_gradient="partial"),
+        ParamSpec(
+            f"{ATTENTION}out.weight", (c.hidden, channels["v"]), 1, (), "block", c.output_init_std, 0.0, None, "tokens"
+        ),
+    ]
+
+
+DELTA_HF_NAMES = {
+    "qkvz.weight": "in_proj_qkvz.weight",
+    "ba.weight": "in_proj_ba.weight",
+    **{f"conv.{part}.weight": "conv1d.weight" for part in "qkv"},
+    "log_rate": "A_log",
+    "rate_bias": "dt_bias",
+    "norm.weight": "norm.weight",
+    "out.weight": "out_proj.weight",
+}
+
+
+def hf_names(c: Qwen3NextConfig) -> HfNameMap:
+    names = decoder_hf_names(c, moe_hf_names(c))
+    delta = {f"{ATTENTION}{ours}": HfTensor(f"model.layers.*.linear_attn.{hf}") for ours, hf in DELTA_HF_NAMES.items()}
+    return replace(names, table={**names.table, **delta})
+
+
+def read(data: Mapping[str, Any]) -> dict[str, Any]:
+    layers, types = data["num_hidden_layers"], data.get("layer_types")
+    every = data.get("full_attention_interval", 4)
+    if not types and every < 1:
+        raise ValueError(f"full_attention_interval={every}: must be 1 or more; nearest: 1")
+    types = types or [LAYER_TYPES[(layer + 1) % every == 0] for layer in range(layers)]
+    if len(types) != layers or not set(types) <= set(LAYER_TYPES):
+        raise ValueError(f"layer_types={str(types)[:60]}: not {layers} of {', '.join(LAYER_TYPES)}")
+    attention = [layer for layer, kind in enumerate(types) if kind == LAYER_TYPES[1]]
+    text = None if attention == [*range(3, layers, 4)] else layers_text(attention) or ""
+    return {"attention_layers": text, **read_rope(data, 0.25), **read_dense_layers(data, 5632)}
+
+
+def write(c: Qwen3NextConfig) -> dict[str, Any]:
+    types = [LAYER_TYPES[layer in c.full_attention_layers] for layer in range(c.layers)]
+    return {**write_dense_layers(c), "layer_types": types}
+
+
+FAMILY = Family(
+    name="qwen3_next",
+    config_class=Qwen3NextConfig,
+    module="trainyard.models.qwen3_next:Qwen3Next",
+    blueprint=blueprint,
+    hf=decoder_hf_format(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        keys={
+            **decoder_hf_keys(kv_heads=2, head_dim=256, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
+            **QWEN_MOE_HF_KEYS,
+            "ffn": ("moe_intermediate_size", 512),
+            "experts": ("num_experts", 512),
+            "top_k": ("num_experts_per_tok", 10),
+            "normalize_top_k": ("norm_topk_prob", True),
+            "shared_ffn": ("shared_expert_intermediate_size", 512),
+            "delta_key_heads": ("linear_num_key_heads", 16),
+            "delta_value_heads": ("linear_num_value_heads", 32),
+            "delta_key_dim": ("linear_key_head_dim", 128),
+            "delta_value_dim": ("linear_value_head_dim", 128),
+            "conv_width": ("linear_conv_kernel_dim", 4),
+        },
+        names=hf_names,
+        fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
+        ignored=(*ROPE_HF_KEYS, *MIXER_KEYS, *DENSE_LAYER_KEYS),
+        unread=r"mtp\.",
+        read=read,
+        write=write,
+    ),
+)
