@@ -8,7 +8,8 @@ from torch import Tensor
 
 from trainyard.families.mla import LATENT_NORM_EPS, MlaConfig, latent_sizes
 from trainyard.models.layers import PositionTable
-from trainyard.models.llama import LlamaBlock, reduce_output
+from trainyard.models.llama import LlamaBlock
+from trainyard.models.mlp import reduce_output
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.mtp import MtpDecoder
 from trainyard.parallel.recompute import Recomputable
