@@ -124,6 +124,17 @@ def test_mistake_is_the_line_of_a_run_without_smoke(call: Call, recipe: str, ove
     assert call("config", recipe, override, "--smoke") == (2, "", line.replace(f"{recipe}: ", "", 1))
 
 
+def test_trial_keeps_what_a_mixture_of_experts_has(call: Call) -> None:
+    """Its groups, shared expert and layers without experts, in sizes that fit each other."""
+    experts = {"experts": 64, "top_k": 8, "expert_groups": 8, "top_k_groups": 4, "shared_ffn": 900, "dense_ffn": 800}
+    model = {**experts, "dense_layers": "0-2", "router_scores": "sigmoid"}
+    Path("moe.yaml").write_text(yaml.safe_dump({"base": "mixtral-8x7b", "model": model}))
+    small = smoke(call, "moe.yaml")[0]["model"]
+    kept = ("experts", "top_k", "expert_groups", "top_k_groups", "shared_ffn", "dense_ffn", "dense_layers", "layers")
+    assert [small[key] for key in kept] == [8, 4, 2, 1, small["hidden"], small["hidden"], "0", 2]
+    assert small["router_scores"] == "sigmoid"
+
+
 @pytest.mark.parametrize("override", ["data.cache.gib=10", "data.cache={gib: 10}"])
 def test_key_of_an_inner_section_is_kept(call: Call, override: str) -> None:
     config, _ = smoke(call, "tiny-llama", override)

@@ -16,6 +16,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "device.batch_invariant=true: a bert model does not generate; nearest: false": ("bert", {}),
     "device.batch_invariant=true: experts get the tokens of all sequences at once; nearest: false": (MOE, {}),
     "device.batch_invariant=true: adapters have matmuls of their own; nearest: false": (LLAMA, {"lora": {"rank": 4}}),
+    "device.batch_invariant=true: a token's rope_scaling depends on the length of its sequence; nearest: false": (
+        LLAMA | {"rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_max_positions": 32}},
+        {},
+    ),
     "precision.kind=fp8: not with": (LLAMA, {"precision": {"kind": "fp8"}}),
     "layout.tp=2: not with device.batch_invariant=true, sums over": (LLAMA, {"layout": {"tp": 2}}),
     "layout.cp=2: not with": (LLAMA, {"layout": {"cp": 2}}),

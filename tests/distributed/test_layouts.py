@@ -45,8 +45,11 @@ BIAS = {**MOE, "router_bias": True, "bias_update_rate": 0.02}
 SHARED = {**BIAS, "shared_ffn": 40, "router_scores": "sigmoid", "routed_scale": 1.5, "dense_layers": "0"}
 SHARED |= {"experts": 8, "expert_groups": 4, "top_k_groups": 2, "top_k": 3, "dense_ffn": 72}
 """A mixture of experts as DeepSeek-V3 has it."""
-GPT_OSS = {**MOE, "family": "tests.support.other_experts:GPT_OSS"}
-LLAMA4 = {**MOE, "family": "tests.support.other_experts:LLAMA4", "router_scores": "sigmoid", "shared_ffn": 40}
+GPT_OSS = {**MOE, "family": "gpt_oss", "head_dim": 8, "sliding_window": 7}
+OLMOE = {**MOE, "family": "olmoe", "top_k": 2}
+QWEN2_MOE = {**MOE, "family": "qwen2_moe", "top_k": 2, "shared_ffn": 40, "dense_layers": "odd"}
+LLAMA4 = {**MOE, "family": "llama4_text", "top_k": 2, "shared_ffn": 40, "head_dim": 8, "query_scale_interval": 4}
+LLAMA4 |= {"no_rope_layers": "odd"}
 DEEPSEEK = configs.DEEPSEEK
 WITHOUT_MTP = {key: value for key, value in DEEPSEEK.items() if "mtp" not in key}
 DEEPSEEK_V2 = {**WITHOUT_MTP, "family": "deepseek_v2", "expert_groups": 1}
@@ -260,7 +263,7 @@ CASES = [
     deep_case(2, {"cp": 2}, DEEPSEEK),
     deep_case(4, {"cp": 4, "cp_method": "all_gather"}, DEEPSEEK),
     deep_case(2, {"pp": 2}, DEEPSEEK),
-    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, DEEPSEEK),
+    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, WITHOUT_MTP),
     deep_case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, DEEPSEEK),
     deep_case(4, {"pp": 2, "zero": 3}, DEEPSEEK),
     deep_case(2, {"zero": 1}, DEEPSEEK, "muon", optimizer={"kind": "muon"}),
@@ -389,14 +392,14 @@ CASES = [
     deep_case(2, {"ep": 2}, SHARED, "shared-activation", recompute={"kind": "selective", "modules": ["activation"]}),
     deep_case(4, {"ep": 2, "tp": 2}, SHARED, "shared-muon", optimizer={"kind": "muon"}),
     deep_case(4, {"ep": 2, "tp": 2}, SHARED, "shared-lora", lora=EXPERTS),
-    case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, GPT_OSS, "gpt-oss"),
+    *(case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, model) for model in (GPT_OSS, OLMOE, QWEN2_MOE, LLAMA4)),
+    *(deep_case(4, {"pp": 2, "cp": 2}, model) for model in (GPT_OSS, OLMOE, QWEN2_MOE, LLAMA4)),
     deep_case(4, {"tp": 4}, {**GPT_OSS, "kv_heads": 1}, "gpt-oss"),
     deep_case(4, {"ep": 2, "cp": 2, "zero": 3}, GPT_OSS, "gpt-oss"),
     deep_case(2, {"ep": 2}, {**GPT_OSS, "capacity_factor": 0.75}, "gpt-oss-capacity"),
     deep_case(2, {"tp": 2, **SP}, GPT_OSS, "gpt-oss-full", recompute={"kind": "full"}),
     deep_case(4, {"ep": 2, "tp": 2}, GPT_OSS, "gpt-oss-muon", optimizer={"kind": "muon"}),
     deep_case(4, {"ep": 2, "tp": 2}, GPT_OSS, "gpt-oss-lora", lora=EXPERTS),
-    case(4, {"ep": 2, "tp": 2, "zero": 1}, LLAMA4, "llama4"),
     deep_case(2, {"ep": 2}, {**LLAMA4, "capacity_factor": 0.75}, "llama4-capacity"),
     deep_case(2, {"tp": 2, **SP}, LLAMA4, "llama4-full", recompute={"kind": "full"}),
     # families that share Llama's block

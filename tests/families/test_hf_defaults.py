@@ -25,6 +25,10 @@ DECODER = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32, "num_key_value
 DECODER |= {"rope_theta": 500.0, "max_position_embeddings": 80, "initializer_range": 0.5, "tie_word_embeddings": True}
 DECODER |= {"head_dim": 6, "bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
 LAYER_NORM = {**{key: value for key, value in DECODER.items() if key != "rms_norm_eps"}, "layer_norm_eps": 1e-3}
+NEOX = {key: value for key, value in LAYER_NORM.items() if key not in ("num_key_value_heads", "head_dim", "rope_theta")}
+FALCON = {key: value for key, value in NEOX.items() if key not in ("intermediate_size", "layer_norm_eps")}
+STARCODER = {key: value for key, value in LAYER_NORM.items() if key != "layer_norm_eps"}
+OPT = {key: value for key, value in FALCON.items() if key != "initializer_range"}
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
 QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob": True}
 NEXT = {"linear_num_key_heads": 8, "linear_num_value_heads": 48, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
@@ -37,6 +41,7 @@ FILES: dict[str, dict[str, Any]] = {
     "llama": {**DECODER, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
     "granite": {**DECODER, "attention_bias": True, "mlp_bias": True}
     | {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4},
+    "gemma": {**DECODER, "tie_word_embeddings": False, "attention_bias": True},
     "gemma2": {**DECODER, "tie_word_embeddings": False, "sliding_window": 7, "attention_bias": True}
     | {"query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     | {"hidden_activation": "gelu", "layer_types": ["full_attention", "sliding_attention"]},
@@ -55,9 +60,22 @@ FILES: dict[str, dict[str, Any]] = {
     "stablelm": {**LAYER_NORM, "use_qkv_bias": True, "use_parallel_residual": True},
     "cohere": {**LAYER_NORM, "tie_word_embeddings": False, "attention_bias": True, "logit_scale": 0.5}
     | {"bos_token_id": 3},
+    "phi": {**{key: value for key, value in LAYER_NORM.items() if key[:3] != "tie"}, "hidden_act": "gelu"},
+    "gpt_neox": {**NEOX, "rotary_emb_base": 500.0, "use_parallel_residual": False}
+    | {"attention_bias": False, "hidden_act": "relu"},
+    "falcon": {**FALCON, "layer_norm_epsilon": 1e-3, "bias": True, "activation": "relu", "ffn_hidden_size": 60}
+    | {"tie_word_embeddings": False, "rope_theta": 500.0},
+    "starcoder2": {**STARCODER, "norm_epsilon": 1e-3, "sliding_window": 7, "use_bias": False, "hidden_act": "relu"}
+    | {"tie_word_embeddings": False, "num_key_value_heads": 4},
+    "opt": {**OPT, "ffn_dim": 60, "dropout": 0.2, "attention_dropout": 0.3, "tie_word_embeddings": False}
+    | {"init_std": 0.5, "activation_function": "gelu"},
     "qwen2_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS, "shared_expert_intermediate_size": 40, "qkv_bias": False},
     "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
     "qwen3_next": {**DECODER, **EXPERTS, **QWEN_EXPERTS, **NEXT, "num_experts": 12, "num_key_value_heads": 4},
+    "gpt_oss": {**DECODER, **EXPERTS, "num_local_experts": 9, "sliding_window": 7, "attention_bias": False}
+    | {"swiglu_alpha": 1.1, "swiglu_limit": 0.5},
+    "llama4_text": {**DECODER, **EXPERTS, "num_local_experts": 9, "use_qk_norm": False, "attention_bias": True}
+    | {"floor_scale": 3},
     "olmoe": {**DECODER, **EXPERTS, "num_experts": 9, "norm_topk_prob": True},
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": {**DEEPSEEK, "norm_topk_prob": False, "rope_interleave": False, "num_nextn_predict_layers": 2},
@@ -84,8 +102,10 @@ def values_of_transformers(family: Family, data: dict[str, Any]) -> dict[str, An
         values["rope_theta"] = rope.get("full_attention", rope)["rope_theta"]
     if "head_dim" in values:
         values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
+    if chunk := getattr(config, "attention_chunk_size", None):
+        values["max_positions"] = min(values["max_positions"], chunk)  # beyond, layers attend within chunks
     if "activation" in family.config_class.model_fields:
-        keys = ("activation_function", "hidden_activation", "hidden_act")
+        keys = ("activation_function", "activation", "hidden_activation", "hidden_act")
         name = next(name for key in keys if (name := getattr(config, key, None)))
         values["activation"] = {**ACTIVATIONS, "gelu_new": "gelu_tanh"}[name]
     if isinstance(kinds := getattr(config, "layer_types", None), list) and "full_layers" in dir(family.config_class):
@@ -132,6 +152,8 @@ MANY_EXPERTS["qwen3_next"] = MANY_EXPERTS["qwen2_moe"] | {"num_experts_per_tok",
 MANY_EXPERTS |= {"qwen3_moe": {"num_experts", "moe_intermediate_size"}, "olmoe": {"num_experts"}}
 MANY_EXPERTS |= {"deepseek_v2": {"n_routed_experts", "moe_intermediate_size"}}
 MANY_EXPERTS |= {"deepseek_v3": {"num_key_value_heads"}}  # with fewer heads, the default has no meaning
+MANY_EXPERTS |= {"llama4_text": {"intermediate_size"}}
+MANY_EXPERTS |= {"gpt_oss": {"num_local_experts", "intermediate_size"}}
 """Keys whose values here are smaller than their defaults."""
 LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
 
@@ -142,6 +164,7 @@ def test_logits_of_a_file_with_sizes_only(name: str, tmp_path: Path) -> None:
     family = find_family(name)
     sizes = {**LOGITS_SIZES, **SIZES.get(name, {}), "num_experts": 9, "moe_intermediate_size": 16, "head_dim": 8}
     sizes |= {"shared_expert_intermediate_size": 24, "n_routed_experts": 9, "num_experts_per_tok": 3}
+    sizes |= {"ffn_dim": 80, "num_attention_heads": 8} if name in ("opt", "phi", "gpt_neox") else {}
     sizes["linear_num_value_heads"] = 16
     if "deepseek" in name:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]

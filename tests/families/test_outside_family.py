@@ -1,4 +1,4 @@
-"""A family from outside the package: examples/gemma, without a line about it in the package."""
+"""A family from outside the package: examples/nemotron, without a line about it in the package."""
 
 import json
 import re
@@ -34,8 +34,9 @@ from trainyard.formats.registry import open_weights
 from trainyard.run.trainer import Trainer
 from trainyard.train.losses.causal_lm import CausalLoss
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gemma"
-NAME = "gemma:FAMILY"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "nemotron"
+NAME = "nemotron:FAMILY"
+SIZES = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +48,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def as_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if an installed package had the entry point gemma = "gemma:FAMILY"."""
-    entry = metadata.EntryPoint("gemma", NAME, registry.FAMILIES.group)
+    """As if an installed package had the entry point nemotron = "nemotron:FAMILY"."""
+    entry = metadata.EntryPoint("nemotron", NAME, registry.FAMILIES.group)
     monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
     registry.all_families.cache_clear()
 
@@ -56,18 +57,18 @@ def as_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_loss_and_gradients_equal_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     as_entry_point(monkeypatch)
     torch.manual_seed(1)
-    sizes = {**LLAMA, "num_key_value_heads": 1, "head_dim": 20}
-    hf = transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes)).eval()
+    sizes = {**SIZES, "num_key_value_heads": 1, "head_dim": 20}
+    hf = transformers.NemotronForCausalLM(transformers.NemotronConfig(**sizes)).eval()
     with torch.no_grad():
         for parameter in hf.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     section = from_hf(json.loads(hf.config.to_json_string()))
-    assert section.family == "gemma"
+    assert section.family == "nemotron"
     assert from_hf(to_hf(section)) == section
     values = local_values(weights_from_tensors(section, {k: InlineTensor(v) for k, v in hf.state_dict().items()}))
     model = models.fill_parameters(models.build_model(section), lambda name: values(name).clone())
     batch = configs.tiny_batch("llama")
-    hf_logits, hf_loss = hf_forward("gemma", hf, batch)
+    hf_logits, hf_loss = hf_forward("nemotron", hf, batch)
     output = model(batch)
     torch.testing.assert_close(output.logits(), hf_logits, atol=1e-5, rtol=1e-5)
     total, count = CausalLoss().terms(output, batch)["lm"]
@@ -81,28 +82,28 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(monkeypatch: pyte
 
 def test_train_resume_convert_and_generate(cli: ForkServer, tmp_path: Path) -> None:
     """Every command finds the family by its name; the current directory counts for a file, not for a checkpoint."""
-    for file in EXAMPLE.glob("gemma*"):
+    for file in EXAMPLE.glob("nemotron*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     options = ["log.loggers=[]", "log.every=1", "checkpoint.every=2", "device.name=cpu"]
-    run = ["train", "gemma-tiny.yaml", "train.steps=2", *options]
+    run = ["train", "nemotron-tiny.yaml", "train.steps=2", *options]
     assert cli.run(run, cwd=tmp_path).returncode == 0
     resumed = cli.run([*run, "train.steps=3", "checkpoint.resume=auto"], cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    checkpoint = str(next((tmp_path / "runs").glob("gemma-tiny*")))
+    checkpoint = str(next((tmp_path / "runs").glob("nemotron-tiny*")))
     tokens = run_prompts(load(checkpoint), [[1, 2, 3]], max_new_tokens=3)
     assert len(tokens[0]) == 3
     convert_checkpoint(
         open_weights(checkpoint), checkpoint, tmp_path / "hf", ConversionTarget("hf", {}), lambda size: None
     )
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "gemma"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "nemotron"
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    assert loaded.config.head_dim == 32
+    assert loaded.config.hidden_act == "relu2"
     command = [Path(sys.executable).with_name("trainyard"), "generate", checkpoint, "--prompt", "The"]
     refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "cannot import gemma" in refused.stderr
+    assert "cannot import nemotron" in refused.stderr
     assert "PYTHONPATH" in refused.stderr
 
 
@@ -110,12 +111,12 @@ def test_a_run_starts_from_a_config_json_that_only_the_family_knows(cli: ForkSer
     """Neither an entry point nor a copy of the sizes is needed."""
     (tmp_path / "outside.py").write_text(
         "from dataclasses import replace\n"
-        "import gemma\n"
-        "FAMILY = replace(gemma.FAMILY, name='outside', hf=replace(gemma.FAMILY.hf, model_type='outside'))\n"
+        "import nemotron\n"
+        "FAMILY = replace(nemotron.FAMILY, name='outside', hf=replace(nemotron.FAMILY.hf, model_type='outside'))\n"
     )
-    (tmp_path / "gemma.py").write_bytes((EXAMPLE / "gemma.py").read_bytes())
-    sizes = {**LLAMA, "num_key_value_heads": 1, "head_dim": 20}
-    transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes)).save_pretrained(tmp_path / "hf")
+    (tmp_path / "nemotron.py").write_bytes((EXAMPLE / "nemotron.py").read_bytes())
+    sizes = {**SIZES, "num_key_value_heads": 1, "head_dim": 20}
+    transformers.NemotronForCausalLM(transformers.NemotronConfig(**sizes)).save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "outside"}))
     text = "model: {family: 'outside:FAMILY', from_hf: hf}\ncheckpoint: {init_from: hf}\n"
@@ -156,7 +157,7 @@ def test_module_and_blueprint_that_disagree_are_one_line(monkeypatch: pytest.Mon
 
     for changes, message in (
         ({"blueprint": more}, "its blueprint has layers.0.scale.weight, which its module has not"),
-        ({"blueprint": fewer}, "its module has norm.weight, which its blueprint has not"),
+        ({"blueprint": fewer}, "its module has norm.bias, which its blueprint has not"),
         ({"module": module}, "norm.weight has the shape [5] in its module, [32] in its blueprint"),
     ):
         with pytest.raises(UserError, match=re.escape(f"model.family=broken_family:FAMILY: {message}")):

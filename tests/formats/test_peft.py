@@ -122,6 +122,13 @@ def test_what_peft_writes_is_written_back_bit_for_bit(name: str, tmp_path: Path)
     assert (tmp_path / "ours" / "README.md").read_text().startswith("---\nbase_model: base\nlibrary_name: peft\n")
 
 
+@pytest.mark.parametrize("variant", ["gpt_oss", "llama4_text"])
+def test_adapters_of_transposed_experts_are_refused(variant: str) -> None:
+    model = with_lora(base_weights(variant).model, {"rank": 4, "targets": ["experts"]})
+    with pytest.raises(UserError, match=r"model.family=.*: PEFT has another layout of adapters of its experts"):
+        adapter_tensors(model)
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merged_weights_are_those_that_peft_merges(name: str, tmp_path: Path) -> None:
     variant, options = ADAPTERS[name]

@@ -12,6 +12,7 @@ from tests.support.configs import tiny_config
 from tests.support.pairwise import each_value
 from trainyard import Trainer, devices
 from trainyard.core.constants import IGNORE_INDEX
+from trainyard.families.builtin.gemma2 import Gemma2Config
 from trainyard.families.builtin.gpt import GptConfig
 from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.families.builtin.mistral import MistralConfig
@@ -35,6 +36,18 @@ MODELS: dict[str, ModelConfig] = {
     "llama": LlamaConfig(family="llama", **SIZES, heads=12, kv_heads=4, ffn=172),
     "qwen3": Qwen3Config(family="qwen3", **SIZES, heads=6, kv_heads=2, head_dim=20, ffn=200, fuse_qkv=False),
     "mistral": MistralConfig(family="mistral", **SIZES, heads=6, kv_heads=3, ffn=100, sliding_window=40),
+    "gemma2": Gemma2Config(
+        family="gemma2",
+        **SIZES,
+        heads=6,
+        kv_heads=3,
+        head_dim=20,
+        ffn=100,
+        sliding_window=40,
+        attention_soft_cap=2.0,
+        activation="silu",
+        logit_soft_cap=None,
+    ),
     "gpt": GptConfig(family="gpt", **SIZES, heads=4, ffn=203, activation="gelu_tanh"),
 }
 LENGTHS = (70, 3, 131, 64, 1, 90, 17, 65)

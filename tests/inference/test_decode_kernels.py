@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tests.inference.test_adapters import NAMES, save_adapted
 from tests.inference.test_generate import expected_tokens, load, run, run_prompts
-from tests.support.hf_reference import LLAMA_LIKE, hf_model
+from tests.support.hf_reference import LLAMA_LIKE, hf_model, known_keys
 from trainyard.devices.cpu import CpuDevice
 from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.kernels.triton.decode import decode_attention as attention
@@ -27,7 +27,7 @@ LLAMA = {
 NEXT = {**LLAMA, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 0}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
-    **{name: partial(hf_model, name, **LLAMA, bos_token_id=0, eos_token_id=0) for name in LLAMA_LIKE},
+    **{name: partial(hf_model, name, **known_keys(name, LLAMA), bos_token_id=0, eos_token_id=0) for name in LLAMA_LIKE},
     "deepseek_v3": partial(
         hf_model, "deepseek_v3", **LLAMA | {"num_key_value_heads": 4, "num_hidden_layers": 2}, bos_token_id=0,
         eos_token_id=0,

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 
 from tests.support.forkserver import ForkServer
 from tests.support.hf_folders import copy_without_end_token, edit_json
-from tests.support.hf_reference import LLAMA_LIKE, LONGROPE, MOE_VARIANTS, hf_model
+from tests.support.hf_reference import LLAMA_LIKE, LONGROPE, MOE_VARIANTS, hf_model, known_keys
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files
 from trainyard.devices.cpu import CpuDevice
@@ -60,7 +60,7 @@ MODELS = {
         )
     },
     **{
-        name: partial(hf_model, name, **LLAMA)
+        name: partial(hf_model, name, **known_keys(name, LLAMA))
         for name in (*LLAMA_LIKE, "qwen3_next", *MOE_VARIANTS)
         if "deepseek" not in name
     },
@@ -77,7 +77,14 @@ LENGTHS = (1, 5, 17, 40, 90, 3, 64)
 NEW_TOKENS = 20
 
 
-@pytest.fixture(scope="module", params=MODELS)
+VARIANTS_OF_FAMILIES = {*LLAMA_LIKE, "qwen3_next", *MOE_VARIANTS}
+"""Which tests/families/test_exports.py generates with, too."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIANTS_OF_FAMILIES)) for name in MODELS],
+)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     torch.manual_seed(1)
     return save(MODELS[request.param](), tmp_path_factory.mktemp("model"))
@@ -412,8 +419,9 @@ def test_compiled_steps_give_the_same_tokens(
     """Also when sequences outgrow the positions for which a step was compiled."""
     monkeypatch.setattr(engine_module, "VISIBLE_STEP", 8)
     prompts = random_prompts(4, 9)
-    for directory, _ in (llama, windows):
-        assert run_prompts(load(directory, compiled=True), prompts) == run_prompts(load(directory), prompts)
+    for directory, new_tokens in ((llama[0], NEW_TOKENS), (windows[0], 4)):
+        plain = run_prompts(load(directory), prompts, max_new_tokens=new_tokens)
+        assert run_prompts(load(directory, compiled=True), prompts, max_new_tokens=new_tokens) == plain
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.inference.test_generate import load, run_prompts
 from tests.support import configs
+from tests.support.forkserver import ForkServer
 from tests.support.hf_reference import DEEPSEEK_V3, LLAMA, hf_model
 from trainyard import models
 from trainyard.core.errors import UserError
+from trainyard.data.text.tokenizer import TokenizerSpec, hf_tokenizer_files
 from trainyard.families.flops import flops_per_sample
 from trainyard.families.hf_config import from_hf
 from trainyard.inference.build_engine import cache_bytes
-from trainyard.inference.cached_latent_attention import CachedLatentAttention
+from trainyard.inference.cached_latent_attention import CachedLatentAttention, weight_of
+from trainyard.models.init import initial_values
 from trainyard.models.layers import LatentAttention
 
 V3 = {**LLAMA, **DEEPSEEK_V3, "model_type": "deepseek_v3"}
@@ -58,6 +62,28 @@ def test_a_cache_has_the_latents_only(tmp_path: Path) -> None:
         patch.setattr(LatentAttention, "keys_and_values", count)
         run_prompts(model, [[1, 2, 3]], max_new_tokens=5)
     assert made == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [[], ["--fp8-weights"]])
+def test_tensor_parallel_ranks_generate_the_same_text(tmp_path: Path, cli: ForkServer, options: list[str]) -> None:
+    hf_model("deepseek_v3-yarn", vocab_size=257, initializer_range=0.3).save_pretrained(tmp_path)
+    for name, content in hf_tokenizer_files(TokenizerSpec("bytes")).items():
+        (tmp_path / name).write_bytes(content)
+    arguments = ["generate", str(tmp_path), "--prompt", "The quick", "--prompt", "x", "--json", "-n", "8", *options]
+    one, two = (cli.run([*arguments, "--device", "cpu", "--tp", str(ranks)]) for ranks in (1, 2))
+    assert (one.returncode, two.returncode) == (0, 0), two.stderr
+    assert two.stdout == one.stdout
+
+
+def test_an_adapter_of_the_matrix_that_decoding_absorbs_counts() -> None:
+    lora = {"rank": 3, "targets": ["all-linear"]}
+    section = configs.tiny_config(configs.DEEPSEEK, lora=lora).model
+    values = initial_values(models.blueprint_of(section), 0)
+    model: Any = models.fill_parameters(models.build_model(section), lambda name: values(name) + 0.1)
+    kv_b = model.layers["0"].attention.kv_b
+    expected = kv_b.weight + kv_b.scale * kv_b.lora_B @ kv_b.lora_A
+    torch.testing.assert_close(weight_of(kv_b, torch.float32), expected)
 
 
 @pytest.mark.parametrize(

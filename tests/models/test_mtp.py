@@ -23,6 +23,7 @@ from trainyard.formats.hf import hf_tensors, open_hf, write_hf
 from trainyard.formats.registry import open_weights
 from trainyard.models.mtp import later_tokens
 from trainyard.parallel.context_parallel import ContextAxis
+from trainyard.parallel.layout import Layout
 from trainyard.train.losses.causal_lm import CausalLoss
 
 DEPTHS, WEIGHT = 2, 0.3
@@ -181,6 +182,12 @@ def test_no_label_crosses_the_end_of_a_document() -> None:
     assert later_tokens(batch, 2, ContextAxis(), torch.arange(6))[1].tolist() == [
         [IGNORE_INDEX] * 3 + [7, IGNORE_INDEX, IGNORE_INDEX]
     ]
+
+
+def test_a_split_backward_pass_is_refused() -> None:
+    config = configs.tiny_config(configs.DEEPSEEK, layout={"pp": 2, "pipeline_schedule": "zero_bubble"})
+    with pytest.raises(UserError, match=r"zero_bubble: torch cannot split the backward pass of model.mtp_layers=2"):
+        Layout.from_config(config, 2)
 
 
 def test_objectives_without_further_tokens_are_refused() -> None:

@@ -13,6 +13,7 @@ from tests.support.hf_reference import LLAMA31, LONGROPE, VARIANTS, hf_forward, 
 from trainyard import models
 from trainyard.checkpoint.weights import local_values
 from trainyard.core.errors import UserError
+from trainyard.families import find_family
 from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
@@ -29,11 +30,16 @@ def model_from_hf(hf: nn.Module, hf_config: dict[str, Any], **changes: Any) -> t
     return section, models.fill_parameters(models.build_model(section), lambda name: values(name).clone())
 
 
+def file_name(family: str, name: str) -> str:
+    """The name in a file of a tensor of a module."""
+    return find_family(family).hf.current_name(name, ())
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_loss_and_gradients(variant: str, fuse: bool) -> None:
     family, hf, hf_config = hf_reference(variant)
-    changes = {"fuse_qkv": fuse, **({"fuse_gate_up": fuse} if family not in ("gpt", "bert") else {})}
+    changes = {"fuse_qkv": fuse, **({"fuse_gate_up": fuse} if family not in ("gpt", "opt", "bert") else {})}
     section, model = model_from_hf(hf, hf_config, **changes)
     batch = configs.tiny_batch(family)
     hf_logits, hf_loss = hf_forward(family, hf, batch)
@@ -46,7 +52,7 @@ def test_logits_loss_and_gradients(variant: str, fuse: bool) -> None:
     hf_loss.backward()
     parameters = dict(model.named_parameters())
     gradients = dict(hf_tensors(InMemoryWeights(section, lambda name: parameters[name].grad)))
-    expected = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    expected = {file_name(family, name): parameter.grad for name, parameter in hf.named_parameters()}
     assert set(gradients) == set(expected)
     for name, gradient in expected.items():
         torch.testing.assert_close(
@@ -57,11 +63,12 @@ def test_logits_loss_and_gradients(variant: str, fuse: bool) -> None:
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_round_trip_bit_exact(variant: str, fuse: bool) -> None:
-    _, hf, hf_config = hf_reference(variant)
+    family, hf, hf_config = hf_reference(variant)
     section, model = model_from_hf(hf, hf_config, fuse_qkv=fuse)
     exported = dict(hf_tensors(InMemoryWeights(section, model.state_dict().__getitem__)))
     tied = models.family_of(section).hf.names(section).tied
-    original = {name: tensor for name, tensor in hf.state_dict().items() if name not in tied}
+    original = {file_name(family, name): tensor for name, tensor in hf.state_dict().items()}
+    original = {name: tensor for name, tensor in original.items() if name not in tied}
     assert set(exported) == set(original)
     assert all(torch.equal(exported[name], original[name]) for name in original)
 
@@ -134,7 +141,7 @@ def test_config_json_round_trip(variant: str) -> None:
     [
         ({"model_type": "mamba"}, "model_type=mamba"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ({"hidden_act": "relu2"}, "hidden_act=relu2: not supported; one of silu, "),
+        ({"hidden_act": "quick_gelu"}, "hidden_act=quick_gelu: not supported; one of silu, "),
         ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_type=mrope"),
         ({"rope_scaling": {**LLAMA31, "mrope_section": [2, 2, 2]}}, "mrope_section=.* not known for RoPE"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "config.json: factor: missing"),
@@ -150,3 +157,23 @@ def test_config_json_round_trip(variant: str) -> None:
 def test_unsupported_options_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config_from_hf({**TRANSFORMERS_4, **change})
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("gemma", {"hidden_act": "silu"}, "hidden_act=silu: not supported; nearest: gelu_pytorch_tanh"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm=True: not supported"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings=True: not supported"),
+        ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: not known"),
+        ("falcon", {"alibi": True}, "alibi=True: not supported; nearest: False"),
+        ("falcon-40b", {"parallel_attn": False}, "parallel_attn=False: not in the new decoder architecture"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2: not supported; nearest: 1"),
+        ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim=24: not supported; nearest: 48"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False: not supported; nearest: True"),
+    ],
+)
+def test_options_of_one_family_are_refused(variant: str, change: dict[str, Any], message: str) -> None:
+    _, _, hf_config = hf_reference(variant)
+    with pytest.raises(UserError, match=f"config.json: {message}"):
+        config_from_hf({**hf_config, **change})

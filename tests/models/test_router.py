@@ -19,9 +19,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from tests.support import configs
-from tests.support.other_experts import GptOssExperts, Llama4Experts, Qwen2Experts
 from trainyard.checkpoint.weights import local_values, unfused_tensors
-from trainyard.families import blueprint_of
+from trainyard.families import blueprint_of, find_family
 from trainyard.families.moe import MoeConfig, moe_blueprint
 from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
 from trainyard.formats.io.lazy_tensor import InlineTensor
@@ -43,6 +42,10 @@ V2 = {**GROUPS, "group_score": "max", "normalize_top_k": False}
 GREEDY = {"routed_scale": 2.5, "shared_ffn": 2 * F, "normalize_top_k": False}
 
 
+def ours(family: str) -> Any:
+    return find_family(family).config_class
+
+
 CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "deepseek-v3": (DeepseekV3MoE, DeepseekV3Config(**DEEPSEEK, norm_topk_prob=True), MoeConfig, V3),
     "deepseek-v3-unnormalized": (
@@ -55,14 +58,14 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
         Qwen2MoeConfig(
             **SIZES, num_experts=E, moe_intermediate_size=F, shared_expert_intermediate_size=20, norm_topk_prob=True
         ),
-        Qwen2Experts, {"shared_ffn": 20},
+        ours("qwen2_moe"), {"shared_ffn": 20},
     ),
     "gpt-oss": (
-        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), GptOssExperts,
-        {},
+        GptOssMLP, GptOssConfig(**SIZES, num_local_experts=E, intermediate_size=F, swiglu_limit=0.7), ours("gpt_oss"),
+        {"swiglu_limit": 0.7},
     ),
     "llama4": (
-        Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), Llama4Experts,
+        Llama4TextMoe, Llama4TextConfig(**SIZES, num_local_experts=E, intermediate_size=F), ours("llama4_text"),
         {"router_scores": "sigmoid", "normalize_top_k": False, "shared_ffn": F},
     ),
 }  # fmt: skip
@@ -182,11 +185,11 @@ def test_impossible_groups_are_refused(keys: dict[str, Any], message: str) -> No
         MoeConfig.model_validate({**sizes, **keys})
 
 
-@pytest.mark.parametrize(("case", "family"), [("gpt-oss", "GPT_OSS"), ("llama4", "LLAMA4")])
+@pytest.mark.parametrize(("case", "family"), [("gpt-oss", "gpt_oss"), ("llama4", "llama4_text")])
 def test_stacked_experts_are_read_and_written_as_transformers_does(case: str, family: str) -> None:
     """From the tensors of a block of transformers, and back bit for bit; slice by slice too."""
     hf, ours = blocks(case)
-    keys = {**CASES[case][3], "family": f"tests.support.other_experts:{family}", "layers": 1}
+    keys = {**CASES[case][3], "family": family, "layers": 1}
     sizes = {**configs.LLAMA, "hidden": D, "heads": 2, "ffn": F, "experts": E, "top_k": K}
     section: Any = configs.tiny_config({**sizes, **keys}).model
     prefix = f"model.layers.0.{'mlp' if case == 'gpt-oss' else 'feed_forward'}."

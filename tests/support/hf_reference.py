@@ -107,6 +107,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biases": ("olmo2", {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": 0}),
     "granite": ("granite", {"num_key_value_heads": 2, **GRANITE}),
     "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 20}),
+    "gemma-biases": (
+        "gemma",
+        {"head_dim": 12, "hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "gemma2": ("gemma2", GEMMA2),
     "gemma2-uncapped": (
         "gemma2",
@@ -150,6 +155,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere": ("cohere", {"num_key_value_heads": 2, "logit_scale": 0.3}),
     "cohere-biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
+    "phi": ("phi", {"num_key_value_heads": 2}),
+    "phi-rotary": ("phi", {"partial_rotary_factor": 0.4, "hidden_act": "gelu", "rope_scaling": YARN}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-sequential": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "hidden_act": "relu"}
+        | {"tie_word_embeddings": True, "rotary_emb_base": 500},
+    ),
+    "falcon": ("falcon", {}),
+    "falcon-heads": ("falcon", {"multi_query": False, "bias": True, "activation": "gelu_new"}),
+    "falcon-sequential": ("falcon", {"parallel_attn": False, "tie_word_embeddings": False, "rope_theta": 500.0}),
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 72}),
+    "falcon-11b": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True},
+    ),
+    "starcoder2": ("starcoder2", {"num_key_value_heads": 2, "sliding_window": 7}),
+    "starcoder2-unbiased": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "relu2"},
+    ),
+    "opt": ("opt", {}),
+    "opt-gelu": ("opt", {"activation_function": "gelu", "tie_word_embeddings": False}),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),
@@ -164,6 +192,8 @@ DEEPSEEK_V3 = {**DEEPSEEK, "n_shared_experts": 1, "first_k_dense_replace": 1, "n
 DEEPSEEK_V3 |= {"num_nextn_predict_layers": 0}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 56}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 9}
+LLAMA4 = {"num_local_experts": 6, "head_dim": 16, "floor_scale": 4, "num_hidden_layers": 4}
 MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -188,6 +218,12 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {**NEXT, "linear_num_value_heads": 2, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_key_value_heads": 2, "swiglu_limit": 0.3}),
+    "gpt_oss-full-layers": (
+        "gpt_oss",
+        {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "default"}, "swiglu_alpha": 1.1},
+    ),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK_V2),
     "deepseek_v2-lite": (
         "deepseek_v2",
@@ -210,6 +246,18 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-2},
     ),
     "deepseek_v3-dense": ("deepseek_v3", {**DEEPSEEK_V3, "first_k_dense_replace": 3}),
+    "llama4_text": ("llama4_text", {**LLAMA4, "num_key_value_heads": 2}),
+    "llama4_text-dense-layers": (
+        "llama4_text",
+        {**LLAMA4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 72, "attention_chunk_size": 120}
+        | {"no_rope_layer_interval": 2, "attn_scale": 0.5, "attention_bias": True, "num_experts_per_tok": 2}
+        | {"rope_scaling": LLAMA31},
+    ),
+    "llama4_text-full-attention": (
+        "llama4_text",
+        {**LLAMA4, "num_hidden_layers": 2, "moe_layers": [1], "intermediate_size_mlp": 72, "use_qk_norm": False}
+        | {"layer_types": ["full_attention"] * 2, "attn_temperature_tuning": False, "no_rope_layers": [1, 0]},
+    ),
     "olmoe": ("olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3}),
     "olmoe-normalized": (
         "olmoe",
@@ -217,13 +265,18 @@ MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Mixtures of experts, whose modules have other names than their files: compare files, not modules."""
-OTHER_BLOCKS = ("llama", "gpt", "bert", "qwen3_next")
+OTHER_BLOCKS = ("llama", "gpt", "opt", "bert", "qwen3_next")
 LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if name == family and name not in OTHER_BLOCKS]
 """Variants of the families that share Llama's block, one each."""
 ROPE_VARIANTS = [name for name in VARIANTS if "rope" in name or "yarn" in name or "dynamic" in name]
 """Models whose context was extended."""
 LAYER_NORM = {**{key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}, "layer_norm_eps": 1e-5}
-SIZES = {"gpt": GPT, "bert": BERT, "cohere": LAYER_NORM, "stablelm": LAYER_NORM}
+FALCON = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+OPT = {**FALCON, "max_position_embeddings": 64, "ffn_dim": 80, "dropout": 0.0, "pad_token_id": 0}
+SIZES = {"gpt": GPT, "bert": BERT, "falcon": {**FALCON, "max_position_embeddings": 64}, "opt": OPT}
+SIZES |= dict.fromkeys(("cohere", "stablelm", "phi"), LAYER_NORM)
+SIZES["gpt_neox"] = {key: value for key, value in LAYER_NORM.items() if key != "num_key_value_heads"}
+SIZES["starcoder2"] = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
 """Sizes of families with other keys than Llama's."""
 
 
@@ -244,6 +297,12 @@ def hf_model(variant: str, **changes: Any) -> Any:
         for parameter in model.parameters():  # make biases and norms random too
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.eval()
+
+
+def known_keys(variant: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Those keys of config.json that the family of a variant has."""
+    known = {hf_key for hf_key, _ in find_family({**VARIANTS, **MOE_VARIANTS}[variant][0]).hf.keys.values()}
+    return {key: value for key, value in keys.items() if key in known}
 
 
 def hf_forward(family: str, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

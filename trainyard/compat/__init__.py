@@ -49,6 +49,7 @@ from trainyard.compat.matmul import (
     grouped_mm,
     has_fast_bf16_matmul,
     has_grouped_mm,
+    mm_to_fp32,
     scaled_mm,
 )
 from trainyard.compat.memory import dump_memory_snapshot, record_memory_history

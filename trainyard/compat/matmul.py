@@ -25,6 +25,12 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
+def mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of bf16 matrices in fp32, on GPUs from the sums of the tensor cores (`out_dtype` of mm, torch 2.11 to
+    2.14)."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
 def bmm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
     """The fp32 product of batches of matrices, which may be bf16. On GPUs it is never rounded (`out_dtype` of bmm,
     torch 2.11 to 2.14)."""

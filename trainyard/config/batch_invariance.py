@@ -16,6 +16,9 @@ def model_conflict(model: ModelConfig) -> str:
             model.recurrence(layer) for layer in range(model.layers)
         ),
         "adapters have matmuls of their own": bool(model.linear.wrappers()),
+        "a token's rope_scaling depends on the length of its sequence": any(
+            rope and rope.static_length for rope in getattr(model, "ropes", ())
+        ),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -18,7 +19,7 @@ from trainyard.families.rope import ROPE_HF_KEYS, Rope, RopeScaling, check_rope,
 DECODER_MODULE = "trainyard.models.llama:Llama"
 """The module of all these families. What differs between them is in their blueprints and styles."""
 NormKind = Literal["rms", "rms_plus_one", "layer", "layer_bias"]
-GateActivation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 NormTensors = Mapping[str, str]
 """The end of a norm's name in transformers by its name in a block."""
 PRE_NORMS: NormTensors = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -34,14 +35,17 @@ class DecoderStyle:
     before these are added to the residual (`attention_output_norm`, `mlp_output_norm`)."""
     norm: NormKind = "rms"
     """RMSNorm, RMSNorm times 1 + weight, or LayerNorm without and with a bias."""
-    qk_norm: Literal["", "heads", "all"] = ""
-    """RMSNorm of q and k before RoPE: of each head, or of all heads together."""
+    qk_norm: Literal["", "heads", "all", "unit"] = ""
+    """RMSNorm of q and k before RoPE: of each head, or of all heads together; `unit`: of each head without a weight, in
+    layers that rotate."""
     parallel: bool = False
     """Attention and MLP read the same residual, and both are added to it. Without `mlp_norm` they share a norm."""
     biases: Collection[str] = ()
-    """Which linear layers have one: `qkv`, `output` (of attention) and `mlp`."""
-    activation: GateActivation = "silu"
-    """Of the MLP's gate."""
+    """Which linear layers have one: `qkv`, `output` (of attention), `mlp` and `head` (unless it is tied)."""
+    gated: bool = True
+    """The MLP has a gate, whose activation multiplies the up projection; otherwise it is the up projection's own."""
+    activation: Activation = "silu"
+    """Of the MLP: SiLU, GELU, its tanh approximation, ReLU or its square."""
     embedding_scale: float = 1.0
     """Factor of the embedded tokens, rounded to their dtype."""
     residual_scale: float = 1.0
@@ -57,6 +61,10 @@ class DecoderStyle:
     sinks: bool = False
     """A trained logit of each head takes part in the softmax of its scores, without a value."""
 
+    @property
+    def has_qk_weights(self) -> bool:
+        return self.qk_norm in ("heads", "all")
+
 
 class DecoderConfig(ModelConfig):
     """RMSNorm, RoPE, grouped-query attention, SwiGLU."""
@@ -66,7 +74,7 @@ class DecoderConfig(ModelConfig):
     head_dim: PositiveInt | None = None
     """Width of a head, an even number. Default: hidden / heads."""
     ffn: PositiveInt
-    """Intermediate size of the SwiGLU MLP."""
+    """Intermediate size of the MLP."""
     rope_theta: float = Field(10000.0, gt=1)
     """Base of the RoPE frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -74,7 +82,7 @@ class DecoderConfig(ModelConfig):
     tie_embeddings: bool = False
     """Share one matrix between the input embedding and the output head."""
     norm_eps: float = Field(1e-5, gt=0)
-    """Epsilon added to the mean square in RMSNorm."""
+    """Epsilon added to the mean square in RMSNorm, or to the variance in LayerNorm."""
     fuse_gate_up: bool = True
     """Store gate and up projections as one matrix."""
 
@@ -125,6 +133,9 @@ def decoder_blueprint(c: DecoderConfig, mlp_specs: Sequence[ParamSpec] | None = 
     """The parameters of a decoder; `mlp_specs` replace those of the MLP."""
     D, V, tied = c.hidden, c.vocab, c.tie_embeddings
     head = ParamSpec("output.weight", (V, D), 0, (), "last", c.init_std, flops_tokens="tokens", padded=True)
+    biased = "head" in c.style.biases and not tied
+    if mlp_specs is None:
+        mlp_specs = (gated_mlp_specs if c.style.gated else plain_mlp_specs)(c, c.ffn)
     before, after = (
         [spec for name in names if name in c.style.norms for spec in norm_specs(c, f"layers.*.{name}")]
         for names in (("attention_norm", "attention_output_norm"), ("mlp_norm", "mlp_output_norm"))
@@ -135,9 +146,10 @@ def decoder_blueprint(c: DecoderConfig, mlp_specs: Sequence[ParamSpec] | None = 
             *before,
             *attention_specs(c),
             *after,
-            *(gated_mlp_specs(c, c.ffn) if mlp_specs is None else mlp_specs),
+            *mlp_specs,
             *(replace(spec, pipeline_stage="last") for spec in norm_specs(c, "norm")),
             *([] if tied else [head]),
+            *([replace(head, name="output.bias", shape=(V,), init_std=None, flops_tokens="nothing")] if biased else []),
         ),
         c.layers,
         (V, D, "tokens") if tied else None,
@@ -167,11 +179,20 @@ def attention_specs(c: DecoderConfig) -> list[ParamSpec]:
     return [
         *column_parallel_specs(f"{layer}qkv.weight", parts("weight"), (c.hidden,), c.fuse_qkv, c.init_std),
         *(column_parallel_specs(f"{layer}qkv.bias", parts("bias"), (), c.fuse_qkv) if "qkv" in style.biases else ()),
-        *(itertools.starmap(qk_norm, sizes[:2]) if style.qk_norm else ()),
+        *(itertools.starmap(qk_norm, sizes[:2]) if style.has_qk_weights else ()),
         *([ParamSpec(f"{layer}sinks", (c.heads,), 0)] if style.sinks else []),
         ParamSpec(f"{layer}output.weight", (c.hidden, Q), 1, init_std=c.output_init_std, flops_tokens="tokens"),
         *([ParamSpec(f"{layer}output.bias", (c.hidden,))] if "output" in style.biases else []),
     ]
+
+
+def plain_mlp_specs(c: DecoderConfig, ffn: int, name: str = "layers.*.mlp.") -> list[ParamSpec]:
+    """The parameters of an MLP without a gate."""
+    up = ParamSpec(f"{name}up.weight", (ffn, c.hidden), 0, init_std=c.init_std, flops_tokens="tokens")
+    down = ParamSpec(f"{name}down.weight", (c.hidden, ffn), 1, init_std=c.output_init_std, flops_tokens="tokens")
+    if "mlp" not in c.style.biases:
+        return [up, down]
+    return [up, ParamSpec(f"{name}up.bias", (ffn,), 0), down, ParamSpec(f"{name}down.bias", (c.hidden,))]
 
 
 def gated_mlp_specs(c: DecoderConfig, ffn: int, name: str = "layers.*.mlp.") -> list[ParamSpec]:
@@ -210,11 +231,11 @@ COMMON_DEFAULTS |= dict.fromkeys(("head_dim", "bos_token_id", "eos_token_id", "p
 """Defaults of most decoders in transformers."""
 
 
-def decoder_hf_keys(**defaults: object) -> HfKeys:
+def decoder_hf_keys(absent: Collection[str] = (), **defaults: object) -> HfKeys:
     """The keys of a decoder in config.json. `defaults` are those of its class in transformers, which differ between
-    families. A size without a default is required."""
+    families. A size without a default is required; `absent` ones have no key there."""
     defaults = {**COMMON_DEFAULTS, **defaults}
-    return {key: (hf_key, defaults.get(key, REQUIRED)) for key, hf_key in DECODER_HF_KEYS.items()}
+    return {key: (hf_key, defaults.get(key, REQUIRED)) for key, hf_key in DECODER_HF_KEYS.items() if key not in absent}
 
 
 def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None) -> HfNameMap:
@@ -225,25 +246,40 @@ def decoder_hf_names(c: DecoderConfig, mlp: Mapping[str, HfTensor] | None = None
     def kinds(biased: str) -> tuple[str, ...]:
         return ("weight", "bias") if biased in style.biases else ("weight",)
 
-    gated_mlp = {
+    dense_mlp = {
         f"{ours}mlp.{x}.{kind}": HfTensor(f"{hf}mlp.{x}_proj.{kind}")
         for kind in kinds("mlp")
-        for x in ("gate", "up", "down")
+        for x in (("gate", "up", "down") if style.gated else ("up", "down"))
     }
     of_norms = ("weight", "bias") if style.norm == "layer_bias" else ("weight",)
     table = {
         "embedding.weight": HfTensor("model.embed_tokens.weight"),
         **{f"{ours}{x}.{kind}": HfTensor(f"{hf}{name}.{kind}") for x, name in style.norms.items() for kind in of_norms},
         **{f"{attention}{x}.{kind}": HfTensor(f"{of_hf}{x}_proj.{kind}") for kind in kinds("qkv") for x in "qkv"},
-        **{f"{attention}{x}_norm.weight": HfTensor(f"{of_hf}{x}_norm.weight") for x in "qk" if style.qk_norm},
+        **{f"{attention}{x}_norm.weight": HfTensor(f"{of_hf}{x}_norm.weight") for x in "qk" if style.has_qk_weights},
         **({f"{attention}sinks": HfTensor(f"{of_hf}sinks")} if style.sinks else {}),
         **{f"{attention}output.{kind}": HfTensor(f"{of_hf}o_proj.{kind}") for kind in kinds("output")},
-        **(gated_mlp if mlp is None else mlp),
+        **(dense_mlp if mlp is None else mlp),
         **{f"norm.{kind}": HfTensor(f"model.norm.{kind}") for kind in of_norms},
     }
     if c.tie_embeddings:
         return HfNameMap(table, {"lm_head.weight": "model.embed_tokens.weight"})
-    return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})
+    return HfNameMap({**table, **{f"output.{kind}": HfTensor(f"lm_head.{kind}") for kind in kinds("head")}})
+
+
+def renamed_hf(names: HfNameMap, changes: Mapping[str, str], qkv: str = "", groups: int = 1) -> HfNameMap:
+    """The same tensors under other names, in which `changes` replaces each of its keys, one after the other. `qkv` is
+    the name of a matrix of all of q, k and v, by `groups` of heads: the queries of a kv head, its key, its value."""
+
+    def rename(name: str) -> str:
+        return reduce(lambda text, change: text.replace(*change), changes.items(), name)
+
+    table = {ours: replace(tensor, name=rename(tensor.name)) for ours, tensor in names.table.items()}
+    for ours, tensor in table.items() if qkv else ():
+        if re.search(r"\.attention\.[qkv]\.", ours):
+            name = re.sub(r"[qkv]_proj", qkv, tensor.name)
+            table[ours] = replace(tensor, name=name, groups=groups)
+    return HfNameMap(table, {rename(copy): rename(original) for copy, original in names.tied.items()})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Keys that some decoders have: biases, the activation of the gate, and windows in some of the layers."""
+"""Keys that some decoders have: biases, the activation of the MLP, and windows in some of the layers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -7,17 +7,19 @@ from pydantic import model_validator
 
 from trainyard.core.section import PositiveInt
 from trainyard.families.blueprint import layers_text, parse_layers
-from trainyard.families.decoder import DecoderConfig, GateActivation, HfKeyGroup
+from trainyard.families.decoder import Activation, DecoderConfig, HfKeyGroup
 
-ACTIVATIONS: Mapping[str, GateActivation] = {
+ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 """By the names of transformers."""
-ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+ACTIVATION_NAMES = {ours: name for name, ours in ACTIVATIONS.items() if name not in ("swish", "gelu_new")}
 """The names of transformers that are written."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Layers in transformers' `layer_types`."""

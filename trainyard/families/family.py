@@ -58,6 +58,9 @@ class HfTensor:
     """Number of experts whose matrices or biases it stacks along a first dim, in the order of the map."""
     interleaved: bool = False
     """The rows of its parts (of each expert) alternate, as those of gate and up in gpt-oss."""
+    groups: int = 1
+    """Number of groups that its parts are cut into, each with an equal share of each part (GPT-NeoX's query_key_value:
+    a group has q, k and v of a head)."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,20 @@
 """What mixtures of experts have in common: keys, the parameters of a layer's router and experts, and their names in
 Hugging Face's files."""
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trainyard.core.section import PositiveInt, nearest_divisor
-from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, parse_layers
-from trainyard.families.decoder import DecoderConfig, decoder_blueprint, gated_mlp_specs
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, layers_text, parse_layers
+from trainyard.families.decoder import DecoderConfig, HfKeyGroup, decoder_blueprint, gated_mlp_specs
 from trainyard.families.family import HfTensor
 
 LAYER = "layers.*.mlp."
+LayerNames = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+"""What `parse_layers` reads; a number is the index of a layer."""
 SIGMOID_EPSILON = 1e-20
 """What transformers adds to the sum of a token's sigmoids before it divides by the sum."""
 
@@ -56,7 +58,7 @@ class MoeConfig(DecoderConfig):
     """What a token chooses groups by: the largest score in it, or the sum of the two largest."""
     shared_ffn: PositiveInt | None = None
     """Intermediate size of the shared expert, an MLP that every token goes through as well. Default: none."""
-    dense_layers: str | None = None
+    dense_layers: LayerNames | None = None
     """Layers with an MLP instead of experts, such as 0-2, 3-, even, odd or 0,5-7. Default: none."""
     dense_ffn: PositiveInt | None = None
     """Intermediate size of the MLP of those layers. Default: ffn."""
@@ -207,3 +209,23 @@ def stacked_hf_names(
                     tensor, kind == "weight", c.experts, alternates
                 )
     return names
+
+
+def sparse_layer_keys(default_ffn: int) -> HfKeyGroup:
+    """The layers without experts, as the families of Qwen write them. `default_ffn` is the default of
+    `intermediate_size`, the size of their MLP."""
+
+    def read(data: Mapping[str, Any]) -> dict[str, Any]:
+        step, named = data.get("decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
+        if step < 1:
+            raise ValueError(f"decoder_sparse_step={step}: must be 1 or more; nearest: 1")
+        layers = range(data["num_hidden_layers"])
+        dense = layers_text(layer for layer in layers if layer in named or (layer + 1) % step)
+        return {"dense_layers": dense, "dense_ffn": data.get("intermediate_size", default_ffn) if dense else None}
+
+    def write(c: Any) -> dict[str, Any]:
+        dense = sorted(set(range(c.layers)).difference(c.expert_layers))
+        size = {"intermediate_size": c.dense_ffn or c.ffn} if dense else {}
+        return {"mlp_only_layers": dense, "decoder_sparse_step": 1, **size}
+
+    return HfKeyGroup(("mlp_only_layers", "decoder_sparse_step", "intermediate_size"), read, write)

@@ -60,7 +60,7 @@ def stored_mtp(model: ModelConfig, names: Iterable[str]) -> ModelConfig:
 def is_later_layer(model: ModelConfig, name: str) -> bool:
     """True for a tensor of a file after the model's last block: it predicts further tokens, which a model need not."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    is_later = bool(layer) and int(layer[1]) >= model.layers + len(model.mtp_blocks)
+    is_later = layer is not None and int(layer[1]) >= model.layers + len(model.mtp_blocks)
     return is_later and "mtp_layers" in type(model).model_fields
 
 

@@ -63,8 +63,8 @@ def stored_tensors(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
             if unfused_name not in tensors:  # a row of the blueprint for other layers
                 continue
             slices = out[name].slices if name in out else ()
-            how = {"transposed": hf.transposed, "stacked": hf.stacked, "interleaved": hf.interleaved}
-            out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), **how)  # type: ignore[arg-type]
+            how = {field: getattr(hf, field) for field in ("transposed", "stacked", "interleaved", "groups")}
+            out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), **how)
     out |= {copy: replace(out[name], name=copy) for copy, name in hf_names(model).copies.items()}
     check_all_stored(model, out.values(), "its Hugging Face names")
     return tuple(out.values())

@@ -6,7 +6,7 @@ Writing a stored tensor concatenates these slices; reading an unfused tensor fin
 Only the tensor being converted is in memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,9 @@ class StoredTensor:
     """Number of matrices (experts) that the file stacks along a new first dim, each of equally many slices."""
     interleaved: bool = False
     """The rows of the slices of a matrix, which are equally many, alternate; `dim` is 0."""
+    groups: int = 1
+    """Number of groups of rows, in each of which an equal share of every slice follows that of the slice before it.
+    Slices are full tensors then; `dim` is 0."""
 
     @property
     def matrices(self) -> tuple[tuple[TensorSlice, ...], ...]:
@@ -72,7 +75,11 @@ def assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | N
 
     def matrix(slices: tuple[TensorSlice, ...]) -> Tensor:
         pieces = [weights.read(piece) for piece in slices]
-        joined = torch.stack(pieces, 1).flatten(0, 1) if stored.interleaved else torch.cat(pieces, stored.dim)
+        if stored.interleaved or stored.groups > 1:
+            groups = len(pieces[0]) if stored.interleaved else stored.groups
+            joined = torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], 1).flatten(0, 1)
+        else:
+            joined = torch.cat(pieces, stored.dim)
         tensor = pieces[0] if len(pieces) == 1 else joined
         if stored.padded_size is not None and (missing := stored.padded_size - tensor.shape[stored.dim]):
             tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1 - stored.dim) + (0, missing))
@@ -130,12 +137,20 @@ TensorPairs = Iterable[tuple[StoredTensor, LazyTensor]]
 """Stored tensors, each with its data in a file."""
 
 
+def in_groups(slices: Sequence[TensorSlice], groups: int) -> Iterator[TensorSlice]:
+    """The slices themselves, or what `groups` groups have of their rows."""
+    for group in range(groups):
+        for piece in slices:
+            rows = piece.sizes[0] // groups
+            yield piece.narrow(0, group * rows, (group + 1) * rows) if groups > 1 else piece
+
+
 def stored_slices(tensors: TensorPairs) -> Iterator[StoredSlice]:
     """The slices of all stored tensors."""
     for stored, tensor in tensors:
         for matrix, slices in enumerate(stored.matrices):
             start, step = 0, len(slices) if stored.interleaved else 1
-            for piece in slices:
+            for piece in in_groups(slices, stored.groups):
                 yield StoredSlice(piece, stored, tensor, matrix, start, step)
                 start += 1 if stored.interleaved else piece.sizes[stored.dim]
 

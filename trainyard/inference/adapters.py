@@ -56,8 +56,12 @@ class AdapterStack:
                 )
             if EXPERTS in options.targets:  # the rows of an expert come from sequences of several adapters
                 raise UserError(f"--adapter {name}: adapts experts; nearest: convert --merge, and serve that")
-            adapted = model.model_copy(update={"linear": weights.model.linear})
-            self._adapted.append((name, weights, blueprint_of(adapted), options))
+            blueprint = blueprint_of(model.model_copy(update={"linear": weights.model.linear}))
+            if any("kv_b.lora_" in spec.name for spec in blueprint.specs):  # decoding multiplies it into all queries
+                raise UserError(
+                    f"--adapter {name}: adapts kv_b of latent attention; nearest: convert --merge, and serve that"
+                )
+            self._adapted.append((name, weights, blueprint, options))
 
     def layer(self, layer: str) -> LayerAdapters | None:
         """The adapters of a layer, such as `layers.3.attention.qkv`; None if there are none."""

@@ -38,7 +38,8 @@ class CachedLatentAttention(LatentAttention, LayerCache):
 
     def _decode(self, q_BHTK: Tensor, c_BTC: Tensor, kv_b: Linear) -> Tensor:
         matrix_HNC = weight_of(kv_b, q_BHTK.dtype).view(q_BHTK.shape[1], -1, self.latent_size)
-        keys_HNC, values_HVC = matrix_HNC.split((matrix_HNC.shape[1] - self.value_size, self.value_size), 1)
+        sizes = [matrix_HNC.shape[1] - self.value_size, self.value_size]
+        keys_HNC, values_HVC = torch.split(matrix_HNC, sizes, 1)
         nope = keys_HNC.shape[1]
         q_HBC = q_BHTK[:, :, 0, :nope].transpose(0, 1) @ keys_HNC
         q_BHC = torch.cat((q_HBC.transpose(0, 1), q_BHTK[:, :, 0, nope:]), -1)

@@ -90,6 +90,10 @@ class Kernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
         return fp8_linear(x, weight, bias, fp8, reference=True) if fp8 else F.linear(x, weight, bias)
 
+    def fp32_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b in fp32, whatever the dtypes of x and the parameters."""
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
     def frozen_linear(
         self, x: Tensor, weight: FrozenMatrix, bias: Tensor | None = None, fp8: Fp8Options | None = None
     ) -> Tensor:

@@ -8,7 +8,7 @@ from trainyard.core.counter_rng import RowSeeds
 from trainyard.families.builtin.bert import BertConfig
 from trainyard.models.base import TransformerStage
 from trainyard.models.gpt import GptAttention, GptMLP
-from trainyard.models.layers import BiasGelu, PackedSequences
+from trainyard.models.layers import BiasActivation, PackedSequences
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 
@@ -41,7 +41,7 @@ class BertMlmHead(nn.Module):
     def __init__(self, c: BertConfig, make: ModuleFactory) -> None:
         super().__init__()
         self.dense = make.linear("mlm.dense")
-        self.activation = BiasGelu(c.activation, make.kernels)
+        self.activation = BiasActivation(c.activation, make.kernels)
         self.norm = make.layer_norm("mlm.norm", c.norm_eps)
         self.bias = make.parameter("mlm.bias")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainyard.families.moe import MoeConfig
 from trainyard.kernels.grouped_linear import add_grouped_bias, grouped_linear
-from trainyard.models.layers import ClampedSwiGLU, GatedActivation
+from trainyard.models.layers import ClampedSwiGLU, MlpActivation
 from trainyard.models.lora import add_expert_adapters
 from trainyard.models.module_factory import ModuleFactory
 
@@ -25,7 +25,7 @@ class Experts(nn.Module):
             make.optional_parameter(f"{name}.{matrix}_bias") for matrix in ("gate_up", "down")
         )
         self.update_scale = add_expert_adapters(self, ("gate_up", "down"), make, name)
-        self.activation: nn.Module = GatedActivation(c.style.activation, make.kernels)
+        self.activation: nn.Module = MlpActivation(c.style.activation, make.kernels)
         if c.moe_style.clamped_swiglu:
             self.activation = ClampedSwiGLU(*c.moe_style.clamped_swiglu, make.kernels)
 

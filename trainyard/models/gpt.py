@@ -7,7 +7,7 @@ from trainyard.core.counter_rng import RowSeeds
 from trainyard.families.builtin.bert import BertConfig
 from trainyard.families.builtin.gpt import GptConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.layers import BiasGelu, PackedSequences
+from trainyard.models.layers import BiasActivation, PackedSequences
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
@@ -37,7 +37,7 @@ class GptMLP(Recomputable):
         super().__init__()
         self.tp = make.tp
         self.up, self.down = make.linear(f"{name}.up"), make.linear(f"{name}.down")
-        self.activation = BiasGelu(c.activation, make.kernels)
+        self.activation = BiasActivation(c.activation, make.kernels)
         self.dropout = make.dropout(c.hidden_dropout, name)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Gpt(TransformerStage):
     def __init__(self, c: GptConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
-        self.position = make.embedding("position")
+        self.position, self.position_offset = make.embedding("position"), c.position_offset
         self.dropout = make.dropout(c.embedding_dropout, "embedding")
         self.layers = make.blocks(lambda name: GptBlock(c, make, name))
         self.norm = make.layer_norm("norm", c.norm_eps)
@@ -75,7 +75,7 @@ class Gpt(TransformerStage):
 
     def embed(self, batch: Batch, seeds: RowSeeds, local_seeds: RowSeeds, documents_BT: Tensor | None) -> Tensor:
         position = batch["position_ids"] if "position_ids" in batch else self.token_positions(batch)
-        position = self.tp.local_tokens(position, self.tp_rank)
+        position = self.tp.local_tokens(position, self.tp_rank) + self.position_offset
         return self.dropout(self.embed_tokens(batch) + self.position(position), local_seeds)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:

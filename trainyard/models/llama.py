@@ -15,7 +15,7 @@ from trainyard.families.blueprint import layer_index
 from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.layers import GatedActivation, Linear, PositionTable, PositionTables, ResidualSum, RMSNorm
+from trainyard.models.layers import Linear, MlpActivation, PositionTable, PositionTables, ResidualSum, RMSNorm
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
@@ -29,6 +29,9 @@ class LlamaAttention(Recomputable):
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp, self.kernels, style = make.tp, make.kernels, c.style
+        layer = layer_index(name)
+        assert layer is not None
+        rope = c.rope_of(layer)
         first, end = head_range(c.num_kv_heads, self.tp.size, self.tp.rank)
         self.local_heads = (c.heads // self.tp.size, end - first)
         self.qkv_linears = make.linears(self, name, ["qkv"] if c.fuse_qkv else ["q", "k", "v"])
@@ -37,13 +40,12 @@ class LlamaAttention(Recomputable):
         self.norms_all_heads = style.qk_norm == "all"
         if self.norms_all_heads:
             self.q_norm, self.k_norm = (make.norm_of_all_heads(f"{name}.{x}_norm", c.norm_eps) for x in "qk")
-        elif style.qk_norm:
+        elif style.qk_norm == "unit" and rope and rope.size:
+            self.q_norm = self.k_norm = RMSNorm(torch.ones(c.head_size), c.norm_eps, make.kernels)
+        elif style.qk_norm == "heads":
             self.q_norm, self.k_norm = (
                 make.rms_norm(f"{name}.{x}_norm", c.norm_eps, style.norm == "rms_plus_one") for x in "qk"
             )
-        layer = layer_index(name)
-        assert layer is not None
-        rope = c.rope_of(layer)
         self.rope_index, self.rope_interleaved = c.ropes.index(rope), rope is not None and rope.interleaved
         window = c.attention_window(layer)
         self.sinks = make.optional_parameter(f"{name}.sinks")
@@ -93,14 +95,15 @@ class LlamaMLP(Recomputable):
     def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp = make.tp
-        self.gate_up_linears = make.linears(self, name, ["gate_up"] if c.fuse_gate_up else ["gate", "up"])
-        self.activation = GatedActivation(c.style.activation, make.kernels)
+        parts = (["gate_up"] if c.fuse_gate_up else ["gate", "up"]) if c.style.gated else ["up"]
+        self.up_linears = make.linears(self, name, parts)
+        self.activation = MlpActivation(c.style.activation, make.kernels, c.style.gated)
         self.down = make.linear(f"{name}.down")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        projections = self.tp.column_parallel(x_BTD, *self.gate_up_linears, keep_gathered=self.keep_gathered)
-        gate_up = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
-        return reduce_output(self.tp, self.down, self.activation(gate_up))
+        projections = self.tp.column_parallel(x_BTD, *self.up_linears, keep_gathered=self.keep_gathered)
+        y_BTF = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
+        return reduce_output(self.tp, self.down, self.activation(y_BTF))
 
 
 def reduce_output(tp: TensorAxis, linear: Linear, x: Tensor) -> Tensor:
@@ -180,4 +183,4 @@ class Llama(TransformerStage):
         if self.style.logit_scale != 1:
             x_BTD = x_BTD * self.style.logit_scale
         cap, sharded = self.style.logit_soft_cap, self.tp.sequence_parallel
-        return self.make_output(x_BTD, self.output, tokens_sharded=sharded, soft_cap=cap)
+        return self.make_output(x_BTD, self.output, self.output.bias, tokens_sharded=sharded, soft_cap=cap)

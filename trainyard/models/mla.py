@@ -23,7 +23,7 @@ class MlaAttention(Recomputable):
     def __init__(self, c: MlaConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp, self.c = make.tp, c
-        self.sizes = tuple(latent_sizes(c).values())
+        self.sizes = [*latent_sizes(c).values()]
         self.latent_linears = make.linears(
             self, name, ["qkv_a"] if c.fuse_qkv and c.q_lora_rank else [*latent_sizes(c)]
         )
@@ -36,12 +36,13 @@ class MlaAttention(Recomputable):
 
     def forward(self, x_BTD: Tensor, positions: tuple[PositionTable, ...], documents_BT: Tensor | None) -> Tensor:
         c, rope = self.c, (self.c.qk_rope_head_dim, *positions[0][:2], self.c.rope_interleaved)
-        *q_latent, kv = torch.cat([linear(x_BTD) for linear in self.latent_linears], -1).split(self.sizes, -1)
+        latents = torch.cat([linear(x_BTD) for linear in self.latent_linears], -1)
+        *q_latent, kv = torch.split(latents, self.sizes, -1)
         x_BTD = self.q_a_norm(q_latent[0])[1] if self.q_a_norm else x_BTD
         (q,) = self.tp.column_parallel(x_BTD, self.queries, keep_gathered=self.keep_gathered)
-        latent, key = kv.split((c.kv_lora_rank, c.qk_rope_head_dim), -1)
+        latent, key = torch.split(kv, [c.kv_lora_rank, c.qk_rope_head_dim], -1)
         c_BTC = self.tp.gather_sum_grads(torch.cat((self.kv_a_norm(latent)[1], key), -1))
-        q_BHTK = _rotate_end(q.unflatten(-1, (-1, c.head_size)).transpose(1, 2), *rope)
+        q_BHTK = _rotate_end(q.view(*q.shape[:2], -1, c.head_size).transpose(1, 2), *rope)
         c_BTC = _rotate_end(c_BTC[:, None], *rope)[:, 0]
         y_BHTV = self.latent_attention(q_BHTK, c_BTC, self.kv_b, documents_BT)
         return reduce_output(self.tp, self.output, y_BHTV.transpose(1, 2).flatten(2))
@@ -59,5 +60,5 @@ def _rotate_end(x: Tensor, size: int, cos: Tensor | None, sin: Tensor | None, in
     """x with its last `size` columns rotated."""
     assert cos is not None
     assert sin is not None
-    fixed, rotated = x.split((x.shape[-1] - size, size), -1)
+    fixed, rotated = torch.split(x, [x.shape[-1] - size, size], -1)
     return torch.cat((fixed, apply_rope(rotated, cos, sin, interleaved)), -1)

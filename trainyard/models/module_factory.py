@@ -111,7 +111,8 @@ class ModuleFactory:
         return VocabEmbedding(self.parameter(f"{name}.weight"), self.tp, self.kernels)
 
     def output_projection(self, name: str) -> OutputProjection:
-        return OutputProjection(self.parameter(f"{name}.weight"), self.tp)
+        bias = self.optional_parameter(f"{name}.bias")
+        return OutputProjection(self.parameter(f"{name}.weight"), self.tp, bias)
 
     def head(self, model: nn.Module, tied: bool) -> OutputProjection:
         """The matrix of the head of a decoder: of its scores, that of its embedding, or its own."""

@@ -6,7 +6,6 @@ B batch, T tokens, N = B T, D hidden, E experts, G groups of experts, k experts 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.families.moe import MoeConfig
@@ -18,7 +17,7 @@ class Router(nn.Module):
 
     def __init__(self, c: MoeConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
-        self.c, self.tp, self.cp = c, make.tp, make.cp
+        self.c, self.tp, self.cp, self.kernels = c, make.tp, make.cp, make.kernels
         self.weight = make.parameter(f"{name}.weight")
         self.logit_bias = make.optional_parameter(f"{name}.logit_bias")
         self.bias = make.optional_parameter(f"{name}.bias")
@@ -26,8 +25,7 @@ class Router(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Logits of the experts, [B, T, E]."""
-        bias = None if self.logit_bias is None else self.logit_bias.float()
-        return F.linear(x_BTD.float(), self.weight.float(), bias)
+        return self.kernels.fp32_linear(x_BTD, self.weight, self.logit_bias)
 
     def choose(self, logits_NE: Tensor, sorts: bool = True) -> tuple[Tensor, Tensor]:
         """The weights of each token's experts, and their indices, [N, K]. Without `sorts`, nothing is sorted."""

@@ -181,6 +181,9 @@ def _first_violation(
         return f"layout.cp={cp}: layer {recurrent} of {model.family} passes a state from token to token"
     if stages > model.layers:
         return f"layout.pp={pp}: pp x vpp = {stages} stages for {counted(model.layers, 'layer')}"
+    if pp > 1 and model.mtp_blocks and layout.pipeline_schedule in ("zero_bubble", "zbv"):
+        blocks = f"model.mtp_layers={len(model.mtp_blocks)}"
+        return f"layout.pipeline_schedule={layout.pipeline_schedule}: torch cannot split the backward pass of {blocks}"
     if layout.pipeline_cuts and pp == layout.pp and layout.pipeline_cuts[-1] >= model.layers - 1:
         cuts = list(layout.pipeline_cuts)
         return f"layout.pipeline_cuts={cuts}: the model's {model.layers} layers are 0 to {model.layers - 1}"

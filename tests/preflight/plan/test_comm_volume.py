@@ -181,6 +181,8 @@ MOE = (
     "model.experts=4 train.micro_batch=1 layout.bucket_mib=1 layout.ranks=8 layout.tp=1 layout.pp=1 "
     "layout.sequence_parallel=false recompute.kind=none recompute.modules=[]"
 )
+SHARED = f"{MOE} model.shared_ffn=384 model.router_scores=sigmoid model.router_bias=true model.dense_layers=0"
+BIASED = f"{MOE} model.family=gpt_oss model.sliding_window=32 model.head_dim=32"
 MIXED = MOE.replace("model.layers=2", "model.layers=6") + (
     " model.family=tests.support.two_kinds:FAMILY model.dense_ffn=768 model.window=32 model.top_k=2"
 )
@@ -240,6 +242,9 @@ SMALL_CASES: list[Case] = [
         ("mixtral-8x7b", MOE, 5, "layout.ep=2 layout.pp=2 layout.zero=3"),
         ("mixtral-8x7b", MOE, 2, "layout.ep=4 layout.cp=2 layout.zero=1 recompute.kind=full"),
         ("mixtral-8x7b", MOE, 6, "layout.ep=2 layout.zero=1 optimizer.kind=muon"),
+        ("mixtral-8x7b", SHARED, 5, "layout.ep=2 layout.tp=2 layout.zero=1 layout.sequence_parallel=true"),
+        ("mixtral-8x7b", SHARED, 2, "layout.ep=2 layout.tp=2 layout.zero=3 recompute.kind=full"),
+        ("mixtral-8x7b", BIASED, 5, "layout.ep=2 layout.tp=2 layout.zero=1 layout.sequence_parallel=true"),
         ("tiny-llama", MIXED, 1, "layout.ep=2 layout.pp=2 layout.pipeline_cuts=[1] layout.zero=3"),
         ("tiny-llama", MIXED, 5, "layout.ep=2 layout.tp=2 layout.pp=2 layout.zero=1"),
         ("tiny-llama", MIXED, 3, "layout.tp=2 layout.cp=2 layout.zero=1 recompute.kind=full"),

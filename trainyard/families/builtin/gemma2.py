@@ -4,10 +4,11 @@ from typing import Any
 
 from pydantic import Field
 
+from trainyard.core.section import PositiveInt
 from trainyard.families.decoder import (
     DECODER_MODULE,
+    Activation,
     DecoderStyle,
-    GateActivation,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
@@ -33,9 +34,9 @@ class Gemma2Config(WindowedDecoderConfig):
     """Epsilon added to the mean square in RMSNorm."""
     attention_bias: bool = False
     """Biases in the four linear layers of attention."""
-    activation: GateActivation = "gelu_tanh"
+    activation: Activation = "gelu_tanh"
     """Activation of the MLP's gate."""
-    query_scalar: float = Field(256, gt=0)
+    query_scalar: PositiveInt = 256
     """Attention scores are divided by its square root (query_pre_attn_scalar of transformers)."""
     attention_soft_cap: float | None = Field(50.0, gt=0)
     """Bound c of the attention scores x, which become c tanh(x / c); null: none."""

@@ -1,7 +1,7 @@
 """GPT-2 and GPT-3."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -15,6 +15,8 @@ from trainyard.families.model_config import ModelConfig, Probability
 class GptConfig(ModelConfig):
     """GPT-2 and GPT-3: learned positions, LayerNorm before attention and MLP, GELU, biases everywhere."""
 
+    position_offset: ClassVar[int] = 0
+    """The row of the position embedding that the first position has."""
     ffn: PositiveInt | None = None
     """Intermediate size of the MLP. Default: 4 * hidden."""
     activation: Gelu = "gelu_tanh"
@@ -37,7 +39,9 @@ def blueprint(c: GptConfig) -> Blueprint:
     return Blueprint(
         (
             ParamSpec("embedding.weight", (V, D), 0, (), "both" if tied else "first", std, padded=True),
-            ParamSpec("position.weight", (c.max_positions, D), pipeline_stage="first", init_std=std),
+            ParamSpec(
+                "position.weight", (c.max_positions + c.position_offset, D), pipeline_stage="first", init_std=std
+            ),
             *biased_block_specs(c),
             ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
             ParamSpec("norm.bias", (D,), pipeline_stage="last"),

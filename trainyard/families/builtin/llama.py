@@ -2,8 +2,8 @@
 
 from trainyard.families.decoder import (
     DECODER_MODULE,
+    Activation,
     DecoderStyle,
-    GateActivation,
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_keys,
@@ -30,7 +30,7 @@ TORCHTITAN_NAMES = {
 class LlamaConfig(BiasedDecoderConfig):
     """Llama 2, 3, 3.1 and DeepSeek-Coder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
 
-    activation: GateActivation = "silu"
+    activation: Activation = "silu"
     """Activation of the MLP's gate."""
 
     @property

@@ -6,13 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.builtin.qwen2 import read_full_attention
-from trainyard.families.builtin.qwen2_moe import (
-    QWEN_MOE_HF_KEYS,
-    QWEN_MOE_IGNORED,
-    read_dense_layers,
-    write_dense_layers,
-)
+from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import (
     DECODER_MODULE,
     DecoderStyle,
@@ -21,7 +15,8 @@ from trainyard.families.decoder import (
     decoder_hf_names,
 )
 from trainyard.families.family import Family
-from trainyard.families.moe import MoeConfig, moe_blueprint, moe_hf_names
+from trainyard.families.moe import MoeConfig, moe_blueprint, moe_hf_names, sparse_layer_keys
+from trainyard.families.rope import ROPE_HF_KEYS
 
 
 class Qwen3MoeConfig(MoeConfig):
@@ -44,7 +39,7 @@ class Qwen3MoeConfig(MoeConfig):
 def read(data: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 writes num_experts as num_local_experts."""
     experts = data.get("num_experts", data.get("num_local_experts", 128))
-    return {"experts": experts, **read_full_attention(data), **read_dense_layers(data, 6144)}
+    return {"experts": experts, **read_full_attention(data)}
 
 
 FAMILY = Family(
@@ -57,7 +52,8 @@ FAMILY = Family(
         "Qwen3MoeForCausalLM",
         keys={
             **decoder_hf_keys(kv_heads=4, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
-            **QWEN_MOE_HF_KEYS,
+            "normalize_top_k": ("norm_topk_prob", False),
+            "balance_loss": ("router_aux_loss_coef", 0.001),
             "experts": ("num_experts", 128),
             "ffn": ("moe_intermediate_size", 768),
             "top_k": ("num_experts_per_tok", 8),
@@ -69,8 +65,8 @@ FAMILY = Family(
             "attention_dropout": 0.0,
             "use_sliding_window": False,
         },
-        ignored=(*QWEN_MOE_IGNORED, "num_local_experts"),
+        groups=(sparse_layer_keys(6144),),
+        ignored=(*ROPE_HF_KEYS, *WINDOW_KEYS, "num_local_experts"),
         read=read,
-        write=write_dense_layers,
     ),
 )

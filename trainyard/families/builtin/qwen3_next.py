@@ -8,25 +8,20 @@ from pydantic import Field, model_validator
 
 from trainyard.core.section import PositiveInt, nearest_multiples
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, for_layers, layers_text, parse_layers
-from trainyard.families.builtin.qwen2_moe import (
-    QWEN_MOE_HF_KEYS,
-    read_dense_layers,
-    write_dense_layers,
-)
 from trainyard.families.decoder import (
     DecoderStyle,
     decoder_hf_format,
     decoder_hf_keys,
     decoder_hf_names,
+    write_decoder,
 )
 from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.model_config import Recurrence
-from trainyard.families.moe import MoeConfig, MoeStyle, moe_blueprint, moe_hf_names
+from trainyard.families.moe import MoeConfig, MoeStyle, moe_blueprint, moe_hf_names, sparse_layer_keys
 from trainyard.families.rope import ROPE_HF_KEYS, read_rope
 
 ATTENTION = "layers.*.attention."
 MIXER_KEYS = ("layer_types", "full_attention_interval")
-DENSE_LAYER_KEYS = ("intermediate_size", "mlp_only_layers", "decoder_sparse_step")
 """Keys that `read` reads."""
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -170,12 +165,12 @@ def read(data: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"layer_types={str(types)[:60]}: not {layers} of {', '.join(LAYER_TYPES)}")
     attention = [layer for layer, kind in enumerate(types) if kind == LAYER_TYPES[1]]
     text = None if attention == [*range(3, layers, 4)] else layers_text(attention) or ""
-    return {"attention_layers": text, **read_rope(data, 0.25), **read_dense_layers(data, 5632)}
+    return {"attention_layers": text, **read_rope(data, 0.25)}
 
 
 def write(c: Qwen3NextConfig) -> dict[str, Any]:
     types = [LAYER_TYPES[layer in c.full_attention_layers] for layer in range(c.layers)]
-    return {**write_dense_layers(c), "layer_types": types}
+    return {**write_decoder(c), "layer_types": types}
 
 
 FAMILY = Family(
@@ -188,7 +183,7 @@ FAMILY = Family(
         "Qwen3NextForCausalLM",
         keys={
             **decoder_hf_keys(kv_heads=2, head_dim=256, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
-            **QWEN_MOE_HF_KEYS,
+            "balance_loss": ("router_aux_loss_coef", 0.001),
             "ffn": ("moe_intermediate_size", 512),
             "experts": ("num_experts", 512),
             "top_k": ("num_experts_per_tok", 10),
@@ -202,7 +197,8 @@ FAMILY = Family(
         },
         names=hf_names,
         fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
-        ignored=(*ROPE_HF_KEYS, *MIXER_KEYS, *DENSE_LAYER_KEYS),
+        groups=(sparse_layer_keys(5632),),
+        ignored=(*ROPE_HF_KEYS, *MIXER_KEYS),
         unread=r"mtp\.",
         read=read,
         write=write,

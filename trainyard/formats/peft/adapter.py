@@ -98,12 +98,14 @@ def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
         if name in of_experts:
             continue
         if kind in SUFFIXES:
-            module = hf_of[f"{layer}.weight"].name.removesuffix(".weight")
+            original = hf_of[f"{layer}.weight"]
+            module = original.name.removesuffix(".weight")
             modules.add(module)
             stored_name = f"{PREFIX}{module}{SUFFIXES[kind]}"
             group = by_name.setdefault(stored_name, [])
             before = group.pop().slices if group and kind != "lora_A" else ()
-            group.append(StoredTensor(stored_name, 0, (*before, piece)))
+            groups = 1 if kind == "lora_A" else original.groups
+            group.append(StoredTensor(stored_name, 0, (*before, piece), groups=groups))
         elif name in trained:
             trained_modules.add(hf_of[name].name.rpartition(".")[0])
             by_name[PREFIX + hf_of[name].name] = [StoredTensor(PREFIX + hf_of[name].name, 0, (piece,))]

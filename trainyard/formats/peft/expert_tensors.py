@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from trainyard import models
+from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorIndex
+from trainyard.families.registry import hf_names
 from trainyard.formats.io.lazy_tensor import LazyTensor
 from trainyard.formats.tensor_map import StoredTensor
 
@@ -28,7 +30,9 @@ SUFFIXES = {
 
 
 def expert_parameters(model: models.ModelConfig) -> set[str]:
-    """The stacked matrices of experts, by transformers' names."""
+    """The stacked matrices of experts, by transformers' names; none where it has them transposed."""
+    if _are_transposed(model):
+        return set()
     blueprint = models.blueprint_of(model)
     names = (name for name in blueprint.parameter_names() if blueprint.spec(name).experts)
     return {f"model.{name}_proj" for name in names if "lora" not in name and not name.endswith("_bias")}
@@ -40,9 +44,16 @@ def expert_tensors(model: models.ModelConfig) -> Iterator[StoredTensor]:
     for name in blueprint.parameter_names():
         module, _, kind = name.rpartition(".")
         if kind in SUFFIXES:
+            if _are_transposed(model):
+                raise UserError(f"model.family={model.family}: PEFT has another layout of adapters of its experts")
             stacked = blueprint.spec(name).experts if kind.endswith("B") else None
             slices = tuple(blueprint.local_slices(name))
             yield StoredTensor(f"model.{module}{SUFFIXES[kind]}", 0, slices, stacked=stacked)
+
+
+def _are_transposed(model: models.ModelConfig) -> bool:
+    """True if transformers has the matrices of experts as [in, out] (gpt-oss, Llama 4)."""
+    return any(tensor.stacked and tensor.transposed for tensor in hf_names(model).table.values())
 
 
 class StackedB(LazyTensor):

@@ -10,6 +10,7 @@ from torch import Tensor
 from trainyard.compat import add_matmul_
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
+from trainyard.kernels.fp32_linear import Fp32Linear
 from trainyard.kernels.frozen_linear import FrozenMatrix, frozen_linear
 from trainyard.kernels.reference import Kernels
 from trainyard.kernels.triton import adamw, cross_entropy, dropout, gelu, layer_norm, rms_norm, row_sums
@@ -34,6 +35,12 @@ class TritonKernels(Kernels):
             return fp8_linear(x, weight, bias, fp8)
         buffers = self._wgrad_buffers(weight)
         return _LinearFusedWgrad.apply(x, weight, bias, *buffers) if buffers else super().linear(x, weight, bias)  # type: ignore[no-untyped-call]
+
+    def fp32_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+            return super().fp32_linear(x, weight, bias)
+        y: Tensor = Fp32Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+        return y if bias is None else y + bias.float()
 
     def frozen_linear(
         self, x: Tensor, weight: FrozenMatrix, bias: Tensor | None = None, fp8: Fp8Options | None = None
@@ -164,8 +171,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
-        d_weight = _reduce_vector_grads(partial_sums, ctx.saved_tensors[1].dtype, ctx.buffers)
+        saved = ctx.saved_tensors  # read once: recomputation unpacks them for one reader only
+        dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *saved)
+        d_weight = _reduce_vector_grads(partial_sums, saved[1].dtype, ctx.buffers)
         return dx, dx if ctx.has_residual else None, *d_weight, None, None
 
 

@@ -1,6 +1,6 @@
 """Layers that the model families share. Shapes: B batch, T tokens, D hidden, H heads, G kv heads, K head size."""
 
-from trainyard.models.layers.activation import BiasGelu, ClampedSwiGLU, GatedActivation
+from trainyard.models.layers.activation import BiasActivation, ClampedSwiGLU, MlpActivation
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
 from trainyard.models.layers.dropout import Dropout, add_uniform_noise, dropout_site, token_seeds
 from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding
@@ -10,15 +10,15 @@ from trainyard.models.layers.rope import PositionTable, PositionTables
 from trainyard.parallel.tensor_parallel import Linear
 
 __all__ = [
-    "BiasGelu",
+    "BiasActivation",
     "ClampedSwiGLU",
     "CoreAttention",
     "Dropout",
     "Embedding",
-    "GatedActivation",
     "LatentAttention",
     "LayerNorm",
     "Linear",
+    "MlpActivation",
     "OutputProjection",
     "PackedSequences",
     "PositionTable",

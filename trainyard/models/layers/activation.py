@@ -1,43 +1,56 @@
 """The activations between the two matrices of an MLP."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.families.decoder import GateActivation
+from trainyard.families.decoder import Activation
 from trainyard.kernels.reference import Kernels
 from trainyard.parallel.recompute import Recomputable
 
+FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
-class BiasGelu(Recomputable):
-    """GELU(x + bias), where the bias belongs to the first matrix of the MLP."""
+
+class BiasActivation(Recomputable):
+    """activation(x + bias), where the bias belongs to the first matrix of the MLP."""
 
     recompute_name = "activation"
 
-    def __init__(self, kind: str, kernels: Kernels) -> None:
+    def __init__(self, kind: Activation, kernels: Kernels) -> None:
         super().__init__()
-        self.tanh, self.kernels = kind == "gelu_tanh", kernels
-        self.saves_inputs_only = kernels.fused_wgrad
+        is_gelu = kind in ("gelu", "gelu_tanh")
+        self.compute = partial(kernels.bias_gelu, tanh=kind == "gelu_tanh") if is_gelu else partial(biased, kind)
+        self.saves_inputs_only = kernels.fused_wgrad and is_gelu
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        y = self.kernels.bias_gelu(x, bias, self.tanh)
-        return self.drop_output(y, lambda: self.kernels.bias_gelu(x, bias, self.tanh))
+        y = self.compute(x, bias)
+        return self.drop_output(y, lambda: self.compute(x, bias))
 
 
-class GatedActivation(Recomputable):
-    """activation(gate) * up on the two halves of each row."""
+class MlpActivation(Recomputable):
+    """activation(gate) * up on the two halves of each row, or activation(x) in an MLP without a gate."""
 
     recompute_name = "activation"
 
-    def __init__(self, kind: GateActivation, kernels: Kernels) -> None:
+    def __init__(self, kind: Activation, kernels: Kernels, gated: bool = True) -> None:
         super().__init__()
-        self.compute = kernels.swiglu if kind == "silu" else partial(gated_gelu, tanh=kind == "gelu_tanh")
-        self.saves_inputs_only = kernels.fused_wgrad and kind == "silu"
+        self.compute = FUNCTIONS[kind]
+        self.saves_inputs_only = not kind.startswith("relu")
+        if gated:
+            self.compute = kernels.swiglu if kind == "silu" else partial(gated_by, kind)
+            self.saves_inputs_only = kernels.fused_wgrad and kind == "silu"
 
-    def forward(self, gate_up: Tensor) -> Tensor:
-        y = self.compute(gate_up)
-        return self.drop_output(y, lambda: self.compute(gate_up))
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.compute(x)
+        return self.drop_output(y, lambda: self.compute(x))
 
 
 class ClampedSwiGLU(Recomputable):
@@ -53,6 +66,10 @@ class ClampedSwiGLU(Recomputable):
         return self.kernels.clamped_swiglu(gate_up, self.alpha, self.limit)
 
 
-def gated_gelu(gate_up: Tensor, tanh: bool) -> Tensor:
+def biased(kind: Activation, x: Tensor, bias: Tensor) -> Tensor:
+    return FUNCTIONS[kind](x + bias)
+
+
+def gated_by(kind: Activation, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
+    return FUNCTIONS[kind](gate) * up

@@ -25,9 +25,9 @@ class OutputProjection(nn.Module):
     vocab_start: Tensor
     """Vocabulary index of this rank's first row."""
 
-    def __init__(self, weight: nn.Parameter, tp: TensorAxis) -> None:
+    def __init__(self, weight: nn.Parameter, tp: TensorAxis, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.bias = weight, bias
         start = torch.tensor(tp.rank * weight.shape[0], dtype=torch.int32)
         self.register_buffer("vocab_start", start, persistent=False)
 

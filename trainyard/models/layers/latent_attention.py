@@ -24,7 +24,7 @@ class LatentAttention(nn.Module):
         return self.core(q_BHTK, *self.keys_and_values(c_BTC, kv_b), documents_BT)
 
     def keys_and_values(self, c_BTC: Tensor, kv_b: Linear) -> tuple[Tensor, Tensor]:
-        heads, (c_BTC, shared) = self.core.local_heads, c_BTC.split((self.latent_size, self.key_size), -1)
-        expanded = kv_b(c_BTC).unflatten(-1, (heads, -1)).transpose(1, 2)
-        key, v_BHTV = expanded.split((expanded.shape[-1] - self.value_size, self.value_size), -1)
+        heads, (latent, shared) = self.core.local_heads, torch.split(c_BTC, [self.latent_size, self.key_size], -1)
+        expanded = kv_b(latent).view(*latent.shape[:2], heads, -1).transpose(1, 2)
+        key, v_BHTV = torch.split(expanded, [expanded.shape[-1] - self.value_size, self.value_size], -1)
         return torch.cat((key, shared[:, None].expand(-1, heads, -1, -1)), -1), v_BHTV

@@ -16,11 +16,15 @@ class RMSNorm(Recomputable):
     """RMSNorm of x, or of the residual sum x + y."""
 
     recompute_name = "norm"
+    weight: Tensor
 
-    def __init__(self, weight: nn.Parameter, eps: float, kernels: Kernels, plus_one: bool = False) -> None:
-        """`plus_one`: the factor is 1 + weight."""
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels, plus_one: bool = False) -> None:
+        """`weight` is a parameter, or constant. `plus_one`: the factor is 1 + weight."""
         super().__init__()
-        self.weight = weight
+        if isinstance(weight, nn.Parameter):
+            self.weight = weight
+        else:
+            self.register_buffer("weight", weight, persistent=False)
         self.eps, self.plus_one = eps, plus_one
         self.kernels = kernels
         self.saves_inputs_only = kernels.fused_wgrad

@@ -21,14 +21,17 @@ class CausalLoss(Loss):
         self.metric_names = ("mtp",) if model.mtp_blocks else ()
 
     def terms(self, output: "ModelOutput", batch: "Batch") -> LossTerms:
+        import torch
+
         total, count = self.head_loss(output, batch["labels"]), count_labels(batch["labels"])
         if not output.further:
             return {"lm": (total, count)}
         # Predictions of further tokens add to the gradients only: the loss stays comparable with that of other models.
-        further = sum(self.head_loss(each, labels) for each, labels in output.further)
-        weighted = further * (output.further_weight / len(output.further))
-        further_count = sum(count_labels(labels) for _, labels in output.further)
-        return {"lm": (total + (weighted - weighted.detach()), count), "mtp": (further.detach(), further_count)}
+        further = [self.head_loss(each, labels) for each, labels in output.further]
+        added = torch.stack(further).mean() * output.further_weight
+        counts = torch.stack([count_labels(labels) for _, labels in output.further])
+        sums = torch.stack(further).detach().sum(), counts.sum()
+        return {"lm": (total + (added - added.detach()), count), "mtp": sums}
 
 
 LOSS = CausalLoss

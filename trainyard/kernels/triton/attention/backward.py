@@ -40,7 +40,7 @@ def _dq_over_keys(  # type: ignore[no-untyped-def]
         dweight = dot(dout, tl.trans(vv))
         score = score * scale
         slope = score
-        if SOFT_CAP:  # the derivative of tanh is 1 - tanh^2
+        if SOFT_CAP != 0.0:  # the derivative of tanh is 1 - tanh^2
             score = capped(score, LOG2_E * SOFT_CAP)
             slope = 1 - score * score / (LOG2_E * SOFT_CAP * LOG2_E * SOFT_CAP)
         score = score - lse[:, None]
@@ -53,7 +53,7 @@ def _dq_over_keys(  # type: ignore[no-untyped-def]
             kept_weight = zero_dropped(keep, weight, keep_scale)
             dweight = zero_dropped(keep, dweight, keep_scale)
         dscore = weight * (dweight - delta[:, None])
-        if SOFT_CAP:
+        if SOFT_CAP != 0.0:
             dscore = dscore * slope
         dscore = dscore.to(q.dtype)
         dq = dot(dscore, kk, dq)
@@ -147,7 +147,7 @@ def _dkdv_over_queries(  # type: ignore[no-untyped-def]
         dweight = dot(v, tl.trans(dd))
         score = score * scale
         slope = score
-        if SOFT_CAP:
+        if SOFT_CAP != 0.0:
             score = capped(score, LOG2_E * SOFT_CAP)
             slope = 1 - score * score / (LOG2_E * SOFT_CAP * LOG2_E * SOFT_CAP)
         weight = tl.exp2(score - lse_M[None, :])
@@ -162,7 +162,7 @@ def _dkdv_over_queries(  # type: ignore[no-untyped-def]
             kept_weight = zero_dropped(keep, weight, keep_scale)
             dweight = zero_dropped(keep, dweight, keep_scale)
         dscore = weight * (dweight - delta_M[None, :])
-        if SOFT_CAP:
+        if SOFT_CAP != 0.0:
             dscore = dscore * slope
         dscore = dscore.to(qq.dtype)
         dv = dot(kept_weight.to(dd.dtype), dd, dv)

@@ -28,12 +28,12 @@ def _forward_over_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Online softmax over a range of keys: updates the weighted sum of values, the row maxima and the row sums."""
     scale: tl.constexpr = LOG2_E * SCALE
-    factor: tl.constexpr = 1.0 if SOFT_CAP else scale
+    factor: tl.constexpr = 1.0 if SOFT_CAP != 0.0 else scale
     for start in range(start_key, end_key, N):
         key = start + tl.arange(0, N)
         kk = load_rows(k, k_token, key, length, K, BLOCK_K)
         score = dot(q, tl.trans(kk))
-        if SOFT_CAP:
+        if SOFT_CAP != 0.0:
             score = capped(score * scale, LOG2_E * SOFT_CAP)
         if MASK:
             score = mask_scores(score, query, key, length, CAUSAL, WINDOW)

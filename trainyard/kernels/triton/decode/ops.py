@@ -27,6 +27,9 @@ class DecodeKernels(TritonKernels):
             return super().linear(value_of(x), weight, bias, fp8)
         return PendingLinear.of(x, weight, bias)
 
+    def fp32_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().fp32_linear(value_of(x), weight, bias)
+
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not _is_decode_step(x):
             return super().add_rms_norm(x, y, weight, eps)

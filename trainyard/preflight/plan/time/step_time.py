@@ -17,6 +17,7 @@ from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.splits import ModelShard
 from trainyard.devices.kind import Efficiency
 from trainyard.families.blueprint import Blueprint
+from trainyard.families.flops import pair_flops
 from trainyard.models import ModelConfig, blueprint_of
 from trainyard.parallel.layout import Layout
 from trainyard.preflight.plan.hardware.spec import Hardware
@@ -244,13 +245,18 @@ def _head_time(run: PlannedRun, hardware: Hardware) -> IdealTime:
     }
     blueprint = _blueprint(model)
     flops = sum(
-        2 * prod(blueprint.local_shape(spec.name, ModelShard(tp))) * rows[spec.flops_tokens] * spec.matmul_passes
+        2 * prod(blueprint.local_shape(spec.name, ModelShard(tp))) * spec.flops_share * rows[spec.flops_tokens]
+        * spec.matmul_passes
         for spec in blueprint.specs
         if spec.pipeline_stage == "last"
-    )
+    )  # fmt: skip
     if blueprint.tied_head:
-        flops += 2 * local_vocab * model.hidden * rows[blueprint.tied_head[2]] * blueprint.tied_head_passes
-    logits = local_vocab * (masked if run.family.has_masked_positions else rows["tokens"])
+        vocab, _, tokens = blueprint.tied_head
+        flops += 2 * -(-vocab // tp) * model.hidden * rows[tokens] * blueprint.tied_head_passes
+    further, last = len(model.mtp_blocks), model.layers - 1  # blocks like the last layer, each with its logits
+    pairs = rows["tokens"] * run.family.visible_keys(model, last, run.data.seq_len)
+    flops += further * 3 * pair_flops(model, last) / tp * pairs
+    logits = local_vocab * (masked if run.family.has_masked_positions else rows["tokens"]) * (1 + further)
     kind = "fp32" if run.precision.kind == "fp32" else "bf16"
     return IdealTime(
         matmul=flops / hardware.peak_flops(kind),

@@ -32,8 +32,8 @@ MATMULS = {
 FP8_MATMUL = "trainyard::fp8_matmul"
 STORED_GEMMS = {"trainyard::nf4_matmul": 1, "trainyard::cast_matmul": 1, "trainyard::fp8_dgrad": 2}
 """GEMMs of a frozen matrix, and the index of its values, from which they first make another matrix."""
-GROUPED_GEMMS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
-"""GEMMs of groups of rows, and the dim of the second operand that the first one does not have."""
+GROUPED_GEMMS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1, "trainyard::mm_fp32": 1}
+"""GEMMs of groups of rows, or of bf16 into fp32, and the dim of the second operand that the first one does not have."""
 EXPERT_EXCHANGES = ("trainyard::exchange_counts", "trainyard::dispatch_rows", "trainyard::combine_rows")
 """Operators with an all-to-all in them. A trace has as many rows as experts that have equally many."""
 TRACED_DEVICE = DeviceKind("", 0, fused_kernels=True, gpu_operators=True)
