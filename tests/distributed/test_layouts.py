@@ -55,6 +55,10 @@ WITHOUT_MTP = {key: value for key, value in DEEPSEEK.items() if "mtp" not in key
 DEEPSEEK_V2 = {**WITHOUT_MTP, "family": "deepseek_v2", "expert_groups": 1}
 BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA_LIKE_MODELS = [from_hf(hf_reference(name)[2]).model_dump(mode="json") for name in LLAMA_LIKE]
+OPT = {**from_hf(hf_reference("opt")[2]).model_dump(mode="json"), "hidden_dropout": 0.1}
+PHI = {**from_hf(hf_reference("phi")[2]).model_dump(mode="json"), "vocab": 263, "activation": "relu2"}
+NEW_BLOCKS = ("qwen2", "qwen3", "olmo2", "gemma2", "cohere", "phi")
+"""Families whose blocks have what those before them do not; the fast tier has no others."""
 MIXED = {**TWO_KINDS, "dense_layers": "0"}
 """A dense layer, then layers with experts; every other layer has a window."""
 NEXT = from_hf(hf_reference("qwen3_next")[2]).model_dump(mode="json")
@@ -403,10 +407,19 @@ CASES = [
     deep_case(2, {"ep": 2}, {**LLAMA4, "capacity_factor": 0.75}, "llama4-capacity"),
     deep_case(2, {"tp": 2, **SP}, LLAMA4, "llama4-full", recompute={"kind": "full"}),
     # families that share Llama's block
-    *(case(2, {"tp": 2}, model) for model in LLAMA_LIKE_MODELS),
+    *((case if model["family"] in NEW_BLOCKS else deep_case)(2, {"tp": 2}, model) for model in LLAMA_LIKE_MODELS),
     *(deep_case(4, {"tp": 2, "cp": 2, **SP}, model) for model in LLAMA_LIKE_MODELS),
     *(deep_case(4, {"pp": 2, "zero": 1}, model) for model in LLAMA_LIKE_MODELS),
     *(deep_case(4, {"tp": 4, "zero": 3, **SP}, model) for model in LLAMA_LIKE_MODELS),
+    deep_case(2, {"tp": 2, **SP}, OPT),
+    deep_case(4, {"pp": 2, "cp": 2}, OPT),
+    deep_case(
+        2, {"tp": 2, **SP}, PHI, "activation", recompute={"kind": "selective", "modules": ["activation", "norm"]}
+    ),
+    deep_case(2, {"tp": 2, **SP}, {**PHI, "fuse_qkv": False}, "unfused-full", recompute={"kind": "full"}),
+    deep_case(
+        2, {"tp": 2, **SP}, {**OPT, "activation": "relu2"}, "mlp", recompute={"kind": "selective", "modules": ["mlp"]}
+    ),
 ]
 
 
