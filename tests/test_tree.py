@@ -49,16 +49,16 @@ BUDGETS = {
     "cluster": 2200,
     "compat": 530,
     "config": 1720,
-    "core": 945,
+    "core": 950,
     "dashboard": 1350,
     "data": 4320,
     "devices": 1600,
     "evaluate": 700,
-    "families": 3000,
+    "families": 3640,
     "formats": 4280,
     "importers": 2170,
     "inference": 3000,
-    "kernels": 3720,
+    "kernels": 3760,
     "launch": 550,
     "metrics": 1625,
     "models": 2200,
@@ -71,7 +71,7 @@ BUDGETS = {
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 23_200
+SPINE_BUDGET = 23_800
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

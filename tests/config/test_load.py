@@ -35,7 +35,7 @@ def base_file(directory: Path) -> Path:
 MISTAKES = [
     # overrides, parts of the error line
     (["model.hiden=3"], ["model.hiden=3", "unknown key", "model.hidden"]),
-    (["model.hidden_dropout=0.1"], ["model.hidden_dropout=0.1", "unknown key here; bert and gpt have it"]),
+    (["model.hidden_dropout=0.1"], ["model.hidden_dropout=0.1", "unknown key here; bert, gpt and opt have it"]),
     (["tarin.steps=3"], ["tarin", "unknown key", "train"]),
     (["train.lr=1e-3"], ["train.lr=0.001", "unknown key", "optimizer.lr"]),
     (["model.rope_scaling={kind: linear, facter: 2.0}"], ["model.rope_scaling.facter", "factor"]),

@@ -61,7 +61,8 @@ NEW_BLOCKS = ("qwen2", "qwen3", "olmo2", "gemma2", "cohere", "phi")
 """Families whose blocks have what those before them do not; the fast tier has no others."""
 MIXED = {**TWO_KINDS, "dense_layers": "0"}
 """A dense layer, then layers with experts; every other layer has a window."""
-NEXT = {**from_hf(hf_reference("qwen3_next")[2]).model_dump(mode="json"), "attention_layers": "odd"}
+NEXT = from_hf(hf_reference("qwen3_next")[2]).model_dump(mode="json")
+NEXT |= {"attention_layers": "odd", "dense_layers": "0-"}
 """Gated delta nets with attention in every other layer."""
 NEXT_MOE = {**NEXT, "dense_layers": None, "dense_ffn": None, "balance_loss": 0.1}
 ODD_VOCAB = {"vocab": 263}

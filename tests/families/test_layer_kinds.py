@@ -24,7 +24,7 @@ from trainyard.formats.hf import InMemoryWeights, open_hf, stored_tensors, write
 from trainyard.formats.tensor_map import check_all_stored
 from trainyard.models import rank_model
 from trainyard.models.init import initial_values
-from trainyard.models.llama import LlamaMLP
+from trainyard.models.mlp import LlamaMLP
 from trainyard.models.moe import MoeMLP
 from trainyard.parallel.layout import Layout
 

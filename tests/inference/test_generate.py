@@ -23,6 +23,8 @@ from trainyard.formats.convert import ConversionTarget, convert_checkpoint, pars
 from trainyard.formats.registry import open_weights
 from trainyard.inference import engine as engine_module
 from trainyard.inference import scheduler as scheduler_module
+from trainyard.inference.build_engine import cache_bytes
+from trainyard.inference.cached_attention import CachedAttention
 from trainyard.inference.engine import GraphedStep
 from trainyard.inference.load import InferenceModel, InferenceOptions, load_for_inference
 from trainyard.inference.requests import Request, SamplingOptions, TokenEvent
@@ -158,7 +160,10 @@ def test_caches_of_windows_are_rings(tmp_path: Path, window: int, chunk: int, mo
     sizes = {"sliding_window": window, "max_position_embeddings": 128, "num_key_value_heads": 2}
     directory, model = save(hf_model("mistral", **LLAMA | sizes), tmp_path)
     loaded = load(directory)
-    assert {cache.k_cache.shape[2] for cache in loaded.scheduler.engine._attention} == {window}
+    caches = [module for module in loaded.module.modules() if isinstance(module, CachedAttention)]
+    assert {cache.k_cache.shape[2] for cache in caches} == {window}
+    allocated = 2 * sum(cache.k_cache.nbytes + cache.v_cache.nbytes for cache in caches)  # with the copy of rings
+    assert cache_bytes(loaded.model_config, 1, 3, loaded.max_seq_len, 4, False) == allocated
     prompts = random_prompts(3, 70, 16, 17, 33, 21, 90)
     assert run_prompts(loaded, prompts) == [expected_tokens(model, prompt) for prompt in prompts]
 

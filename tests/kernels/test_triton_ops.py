@@ -231,6 +231,24 @@ def test_without_rope() -> None:
     compare("norm_rope", torch.float32, [random(2, 5, 8 * 24), *weights], 1e-6, None, None, 4, 2)
 
 
+LATENT_SHAPES = [(3, 12, 8, 10), (1, 24, 6, 4), (4, 16, 8, 16)]
+"""Heads, dims of a key without and with positions, width of values."""
+
+
+@each_value(dtype=DTYPES, shape=LATENT_SHAPES, interleaved=[False, True])
+def test_queries_of_latent_attention(dtype: torch.dtype, shape: tuple[int, int, int, int], interleaved: bool) -> None:
+    heads, fixed, rotated, _ = shape
+    x = random(2, 5, heads, fixed + rotated, dtype=dtype).transpose(1, 2)
+    compare("rotate_end", dtype, [x], *rope_table(rotated, False, interleaved), interleaved)
+
+
+@each_value(dtype=DTYPES, shape=LATENT_SHAPES)
+def test_keys_of_latent_attention(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    heads, fixed, shared, values = shape
+    own = random(2, 7, heads, fixed + values, dtype=dtype)
+    compare("join_keys", dtype, [own, random(2, 7, shared, dtype=dtype)], values)
+
+
 @pairwise(dtype=DTYPES, top_k=[1, 2, 3], columns=[64, 2048 + 40])
 def test_sum_rows(dtype: torch.dtype, top_k: int, columns: int) -> None:
     rows, dy = random(7 * top_k, columns, dtype=dtype), random(7, columns, dtype=dtype, seed=1)

@@ -19,7 +19,7 @@ from trainyard.core.counter_rng import RowSeeds, key32
 from trainyard.families.flops import flops_per_sample
 from trainyard.kernels.reference import Kernels
 from trainyard.models.init import initial_values
-from trainyard.models.layers import CoreAttention, Dropout, GatedActivation, RMSNorm, token_seeds
+from trainyard.models.layers import CoreAttention, Dropout, MlpActivation, RMSNorm, token_seeds
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.recompute import apply_recompute
@@ -166,7 +166,7 @@ def test_recompute_of_norms_and_activations_drops_their_results(fused: bool, lor
             tensor = output if isinstance(output, torch.Tensor) else output[1]
             results.append(weakref.ref(tensor.untyped_storage()))
 
-        named = [each for block in blocks for each in block.modules() if isinstance(each, GatedActivation | RMSNorm)]
+        named = [each for block in blocks for each in block.modules() if isinstance(each, MlpActivation | RMSNorm)]
         for module in named:
             module.saves_inputs_only = fused
             module.register_forward_hook(note)

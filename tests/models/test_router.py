@@ -26,7 +26,7 @@ from trainyard.formats.hf import InMemoryWeights, hf_tensors, weights_from_tenso
 from trainyard.formats.io.lazy_tensor import InlineTensor
 from trainyard.kernels.reference import Kernels
 from trainyard.models.init import initial_values
-from trainyard.models.llama import make_mlp
+from trainyard.models.mlp import make_mlp
 from trainyard.models.module_factory import ModuleFactory
 from trainyard.models.moe import MoeMLP
 from trainyard.models.rank_model import fill_parameters

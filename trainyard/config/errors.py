@@ -138,7 +138,8 @@ def _unknown_key_line(key: str, section: type[Section] | None, value: object) ->
 def _unknown_key_hint(key: str, section: type[Section] | None) -> str:
     tags = [TAG.findall(doc.name) for doc in schema_keys() if without_tags(doc.name) == key]
     if owners := [tag[-1] for tag in tags if tag]:
-        return f"unknown key here; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+        *others, last = owners
+        return "unknown key here; " + (f"{', '.join(others)} and {last} have it" if others else f"{last} has it")
     return f"unknown key; {suggest_key(key, section.model_fields if section else ())}"
 
 

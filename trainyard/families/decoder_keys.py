@@ -8,6 +8,7 @@ from pydantic import model_validator
 from trainyard.core.section import PositiveInt
 from trainyard.families.blueprint import layers_text, parse_layers
 from trainyard.families.decoder import Activation, DecoderConfig, HfKeyGroup
+from trainyard.families.rope import Rope
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -110,3 +111,38 @@ def full_layers_of(kinds: Sequence[Any], count: int) -> list[int]:
 
 def write_layer_types(c: WindowedDecoderConfig) -> dict[str, Any]:
     return {"layer_types": [FULL if layer in c.full_layers else SLIDING for layer in range(c.layers)]}
+
+
+class PartlyRotaryConfig(DecoderConfig):
+    """A decoder without RoPE in some layers."""
+
+    no_rope_layers: str | None = None
+    """Layers without RoPE, such as 0-2, 3-, even, odd or 0,5-7; `none`: no layer. Default: every fourth."""
+
+    @property
+    def layers_without_rope(self) -> Collection[int]:
+        if self.no_rope_layers is None:
+            return periodic_layers(4, self.layers)
+        return () if self.no_rope_layers == "none" else parse_layers(self.no_rope_layers, self.layers)
+
+    def rope_of(self, layer: int) -> Rope | None:
+        return None if layer in self.layers_without_rope else super().rope_of(layer)
+
+
+def read_layers_without_rope(data: Mapping[str, Any]) -> list[int]:
+    """From transformers' flags, which are true for layers with RoPE, or from its interval."""
+    flags, count = data.get("no_rope_layers"), data["num_hidden_layers"]
+    if not flags:
+        flags = [(layer + 1) % data.get("no_rope_layer_interval", 4) for layer in range(count)]
+    if len(flags) != count:
+        raise ValueError(f"no_rope_layers: {len(flags)} of them for num_hidden_layers={count}")
+    return [layer for layer, has_rope in enumerate(flags) if not has_rope]
+
+
+def no_rope_layers_of(without: Sequence[int], count: int) -> str | None:
+    """The key `no_rope_layers` of a model of `count` layers."""
+    return None if list(without) == list(periodic_layers(4, count)) else layers_text(without) or "none"
+
+
+def write_no_rope_layers(c: PartlyRotaryConfig) -> dict[str, Any]:
+    return {"no_rope_layers": [int(layer not in c.layers_without_rope) for layer in range(c.layers)]}

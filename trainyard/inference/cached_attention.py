@@ -107,8 +107,8 @@ class CachedAttention(CoreAttention, LayerCache):
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
-            inputs = (q_BHTK, k_BGTK, v_BGTK, *self.caches, lengths, visible, self.window)
-            return self.kernels.decode_attention(*inputs, self.scores)
+            inputs = (q_BHTK, k_BGTK, v_BGTK, *self.caches, lengths)
+            return self.kernels.decode_attention(*inputs, visible, self.window, self.scores)
         return self._prefill(q_BHTK, k_BGTK, v_BGTK)
 
     def _prefill(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
@@ -143,10 +143,10 @@ class CachedAttention(CoreAttention, LayerCache):
         last_R1 = (start + counts - 1)[:, None]
         position_RS = last_R1 - (last_R1 - torch.arange(size, device=slots.device)) % size
         is_new, row = (position_RS >= start)[:, None, :, None], (position_RS - start).clamp(min=0)[:, None, :, None]
-        seen = []
+        seen: list[Tensor] = []
         for cache, x in ((self.k_cache, k_BGTK), (self.v_cache, v_BGTV)):
             old = cache[slots]
             seen.append(torch.cat((old[:, :, earlier], x), 2) if start else x)
             new = x.gather(2, row.expand(-1, x.shape[1], -1, x.shape[3]))
             cache.index_copy_(0, slots, torch.where(is_new, new, old))
-        return first, *seen
+        return first, seen[0], seen[1]

@@ -174,9 +174,12 @@ def load_for_inference(
 
 def check_tensor_parallel(source: str, tp: int) -> None:
     """Raise UserError if `tp` ranks cannot share the model, before they start."""
-    heads = open_weights(source).weights.model.heads
-    if heads % tp:
-        raise UserError(f"--tp {tp}: does not divide the model's {heads} heads")
+    model = open_weights(source).weights.model
+    if model.heads % tp:
+        raise UserError(f"--tp {tp}: does not divide the model's {model.heads} heads")
+    for key, size in model.ffn_sizes.items():
+        if size % tp:
+            raise UserError(f"--tp {tp}: does not divide the model's {key}={size}")
 
 
 def _rank_values(

@@ -168,6 +168,18 @@ class Kernels:
         q, k = (rms_norm(y, w, eps) for y, w in ((q, q_weight), (k, k_weight)))
         return self.rope(torch.cat((q, k, v), 2).flatten(2), cos, sin, heads, kv_heads, interleaved)
 
+    def rotate_end(self, x_BHTK: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """x with as many of its last dims rotated as the cosines have."""
+        fixed, rotated = torch.split(x_BHTK, [x_BHTK.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
+        return torch.cat((fixed, apply_rope(rotated, cos, sin, interleaved)), -1)
+
+    def join_keys(self, expanded_BTHE: Tensor, shared_BTR: Tensor, value_size: int) -> tuple[Tensor, Tensor]:
+        """Keys [B, H, T, K] and values [B, H, T, V]: a head has its own columns of both, and the last columns of keys
+        are those that all heads share."""
+        key, value = torch.split(expanded_BTHE, [expanded_BTHE.shape[-1] - value_size, value_size], -1)
+        key = torch.cat((key, shared_BTR[:, :, None].expand(-1, -1, key.shape[2], -1)), -1)
+        return key.transpose(1, 2), value.transpose(1, 2)
+
     def sum_rows(self, x: Tensor, index: Tensor, weight: Tensor | None) -> Tensor:
         """Row n of the result is the sum over k of weight[n, k] (fp32; None: 1) times x[index[n, k]]."""
         rows = x.index_select(0, index.flatten()).view(*index.shape, -1)

@@ -31,16 +31,16 @@ class Experts(nn.Module):
 
     def forward(self, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
         """Rows sorted by expert; those of expert e end at ends[e]."""
-        return self._apply(
+        return self._multiply(
             rows_ND,
             lambda x, matrices: grouped_linear(x, matrices, ends_E),
             lambda y, bias_EO: add_grouped_bias(y, bias_EO, ends_E),
         )
 
     def in_slots(self, x_ESD: Tensor) -> Tensor:
-        return self._apply(x_ESD, lambda x, matrices: x @ matrices.mT, lambda y, bias_EO: y + bias_EO[:, None])
+        return self._multiply(x_ESD, lambda x, matrices: x @ matrices.mT, lambda y, bias_EO: y + bias_EO[:, None])
 
-    def _apply(
+    def _multiply(
         self, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], add: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         def linear(x: Tensor, name: str) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from trainyard.families.builtin.qwen3_next import Qwen3NextConfig
 from trainyard.models.gated_delta import GatedDeltaNet
 from trainyard.models.layers import PositionTable
-from trainyard.models.llama import Llama, LlamaAttention, LlamaBlock, reduce_output
+from trainyard.models.llama import Llama, LlamaAttention, LlamaBlock
+from trainyard.models.mlp import reduce_output
 from trainyard.models.module_factory import ModuleFactory
 
 

@@ -33,7 +33,7 @@ class Router(nn.Module):
         score_NE = logits_NE.sigmoid() if c.router_scores == "sigmoid" else logits_NE.softmax(-1)
         choice_NE = score_NE if self.bias is None else score_NE + self.bias.detach()
         if c.expert_groups > 1:
-            choice_NGE = choice_NE.detach().unflatten(1, (c.expert_groups, -1))
+            choice_NGE = torch.unflatten(choice_NE.detach(), 1, (c.expert_groups, -1))
             best_NGK = top_k(choice_NGE.flatten(0, 1), 1 if c.group_score == "max" else 2)[0]
             group_NK = top_k(best_NGK.sum(-1).view(-1, c.expert_groups), c.top_k_groups)[1]
             number_G = torch.arange(c.expert_groups, dtype=group_NK.dtype, device=group_NK.device)

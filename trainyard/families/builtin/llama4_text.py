@@ -1,12 +1,16 @@
-"""Llama 4 (text): layers without RoPE, norms of q and k without weights, and a shared expert beside large ones."""
+"""Llama 4 (text): layers without RoPE, norms of q and k without weights, and a shared expert beside large ones.
 
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, Self
+Layers with RoPE attend within chunks of 8,192 tokens. Here `max_positions` is at most a chunk, in which they attend to
+all tokens before.
+"""
 
-from pydantic import Field, model_validator
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.blueprint import layers_text, parse_layers
+from trainyard.families.blueprint import layers_text
 from trainyard.families.decoder import (
     DECODER_MODULE,
     DecoderStyle,
@@ -15,40 +19,35 @@ from trainyard.families.decoder import (
     decoder_hf_names,
     write_decoder,
 )
-from trainyard.families.decoder_keys import periodic_layers
+from trainyard.families.decoder_keys import (
+    PartlyRotaryConfig,
+    no_rope_layers_of,
+    read_layers_without_rope,
+    write_no_rope_layers,
+)
 from trainyard.families.family import Family, HfNameMap, HfTensor
 from trainyard.families.moe import LAYER, MoeConfig, MoeStyle, moe_blueprint, stacked_hf_names
 from trainyard.families.rope import ROPE_HF_KEYS, QueryScale, Rope, read_rope
 
+IGNORED = """interleave_moe_layer_step no_rope_layer_interval no_rope_layers moe_layers intermediate_size_mlp
+    attention_chunk_size layer_types attn_temperature_tuning attn_scale"""
+"""Keys that `read` reads."""
 FULL, CHUNKED = "full_attention", "chunked_attention"
 
 
-class Llama4TextConfig(MoeConfig):
+class Llama4TextConfig(PartlyRotaryConfig, MoeConfig):
     """Llama 4: RMSNorm, RoPE in three layers of four, grouped-query attention, SwiGLU experts with weighted inputs, one
     of them shared."""
 
     rope_interleaved: ClassVar[bool] = True
-    experts: PositiveInt = 16
-    """Number of experts in each layer."""
-    top_k: PositiveInt = 1
-    """Experts that a token goes to."""
     router_scores: Literal["softmax", "sigmoid"] = "sigmoid"
     """How the logits of the router become the scores by which experts are chosen and weighted."""
     normalize_top_k: bool = False
     """Scale the weights of a token's experts to the sum 1."""
-    head_dim: PositiveInt | None = 128
-    """Width of a head, an even number; null: hidden / heads."""
-    rope_theta: float = Field(500000.0, gt=1)
-    """Base of the RoPE frequencies."""
     attention_bias: bool = False
     """Biases in the four linear layers of attention."""
     qk_norm: bool = True
     """Norms of the heads of q and k, without weights, in layers with RoPE."""
-    no_rope_layers: str | None = None
-    """Layers without RoPE, such as 0-2, 3-, even, odd or 0,5-7; `none`: no layer. Default: every fourth."""
-    attention_chunk: PositiveInt | None = 8192
-    """Tokens of a chunk, beyond which layers with RoPE do not attend: max_positions is at most this. null: they attend
-    to all tokens before."""
     query_scale_weight: float = Field(0.1, ge=0)
     """In layers without RoPE, the query at position p is multiplied by 1 + this x ln(1 + floor((p + 1) / interval));
     0: it is not."""
@@ -64,27 +63,11 @@ class Llama4TextConfig(MoeConfig):
     def moe_style(self) -> MoeStyle:
         return MoeStyle(scales_inputs=True)
 
-    @property
-    def layers_without_rope(self) -> Collection[int]:
-        if self.no_rope_layers is None:
-            return periodic_layers(4, self.layers)
-        return () if self.no_rope_layers == "none" else parse_layers(self.no_rope_layers, self.layers)
-
     def rope_of(self, layer: int) -> Rope | None:
-        if layer not in self.layers_without_rope:
+        if layer not in self.layers_without_rope or not self.query_scale_weight:
             return super().rope_of(layer)
-        if not self.query_scale_weight:
-            return None
         scale = QueryScale(self.query_scale_interval, self.query_scale_weight)
         return Rope(self.rope_theta, 0, self.max_positions, query_scale=scale)
-
-    @model_validator(mode="after")
-    def _check_chunk(self) -> Self:
-        if self.attention_chunk and self.max_positions > self.attention_chunk:
-            raise ValueError(
-                f"max_positions={self.max_positions}: more than attention_chunk; nearest: {self.attention_chunk}"
-            )
-        return self
 
 
 def hf_names(c: Llama4TextConfig) -> HfNameMap:
@@ -99,44 +82,34 @@ def read(data: Mapping[str, Any]) -> dict[str, Any]:
     rope, count = read_rope(data), data["num_hidden_layers"]
     if (kind := (rope["rope_scaling"] or {}).get("kind")) in ("dynamic", "longrope"):
         raise ValueError(f"rope_type={kind}: not supported; nearest: llama3")
-    step, interval = (data.get(key, default) for key, default in STEPS.items())
-    flags = data.get("no_rope_layers") or [(layer + 1) % interval for layer in range(count)]
-    with_experts = data.get("moe_layers")
-    with_experts = range(step - 1, count, step) if with_experts is None else with_experts
-    without = [layer for layer, has_rope in enumerate(flags[:count]) if not has_rope]
+    without, with_experts = read_layers_without_rope(data), data.get("moe_layers")
+    if with_experts is None:
+        step = data.get("interleave_moe_layer_step", 1)
+        with_experts = range(step - 1, count, step)
     dense = layers_text(layer for layer in range(count) if layer not in with_experts)
     kinds = data.get("layer_types") or [FULL if layer in without else CHUNKED for layer in range(count)]
     if unknown := {str(kind) for kind in kinds} - {FULL, CHUNKED}:
         raise ValueError(f"layer_types={min(unknown)}: not supported; one of {CHUNKED}, {FULL}")
-    if min(len(flags), len(kinds)) < count:
-        raise ValueError(f"no_rope_layers, layer_types: fewer than num_hidden_layers={count}")
     chunk, tuned = data.get("attention_chunk_size", 8192), data.get("attn_temperature_tuning", True)
     max_positions = data.get("max_position_embeddings", 131072)
     return {
         **rope,
-        "no_rope_layers": None if without == list(periodic_layers(4, count)) else layers_text(without) or "none",
+        "no_rope_layers": no_rope_layers_of(without, count),
         "dense_layers": dense,
         "dense_ffn": data.get("intermediate_size_mlp", 16384) if dense else None,
         "shared_ffn": data.get("intermediate_size", 8192),
-        "attention_chunk": chunk if CHUNKED in kinds else None,
         "max_positions": min(max_positions, chunk or max_positions) if CHUNKED in kinds else max_positions,
         "query_scale_weight": data.get("attn_scale", 0.1) if tuned else 0.0,
     }
 
 
-STEPS = {"interleave_moe_layer_step": 1, "no_rope_layer_interval": 4}
-
-
 def write(c: Llama4TextConfig) -> dict[str, Any]:
-    chunked = CHUNKED if c.attention_chunk else FULL
-    kinds = [FULL if layer in c.layers_without_rope else chunked for layer in range(c.layers)]
     return {
         **write_decoder(c),
-        "no_rope_layers": [int(layer not in c.layers_without_rope) for layer in range(c.layers)],
+        **write_no_rope_layers(c),
         "moe_layers": sorted(c.expert_layers),
         "intermediate_size_mlp": c.dense_ffn or c.ffn,
-        "attention_chunk_size": c.attention_chunk,
-        "layer_types": kinds,
+        "attention_chunk_size": c.max_positions,
         "attn_temperature_tuning": c.query_scale_weight > 0,
         "attn_scale": c.query_scale_weight,
     }
@@ -152,7 +125,12 @@ FAMILY = Family(
         "Llama4ForCausalLM",
         keys={
             **decoder_hf_keys(
-                kv_heads=8, head_dim=128, max_positions=131072, rope_theta=500000.0, norm_eps=1e-5, bos_token_id=1,
+                kv_heads=8,
+                head_dim=128,
+                max_positions=131072,
+                rope_theta=500000.0,
+                norm_eps=1e-5,
+                bos_token_id=1,
                 eos_token_id=2,
             ),
             "ffn": ("intermediate_size", 8192),
@@ -165,11 +143,8 @@ FAMILY = Family(
         },
         names=hf_names,
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
-        ignored=(
-            *ROPE_HF_KEYS, *STEPS, "no_rope_layers", "moe_layers", "intermediate_size_mlp", "attention_chunk_size",
-            "layer_types", "attn_temperature_tuning", "attn_scale",
-        ),
+        ignored=(*ROPE_HF_KEYS, *IGNORED.split()),
         read=read,
         write=write,
     ),
-)  # fmt: skip
+)

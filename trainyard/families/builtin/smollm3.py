@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from trainyard.families.blueprint import layers_text, parse_layers
+from trainyard.families.blueprint import layers_text
 from trainyard.families.decoder import (
     DECODER_MODULE,
     DecoderStyle,
@@ -17,24 +17,25 @@ from trainyard.families.decoder import (
 )
 from trainyard.families.decoder_keys import (
     BiasedDecoderConfig,
+    PartlyRotaryConfig,
     WindowedDecoderConfig,
     full_layers_of,
-    periodic_layers,
+    no_rope_layers_of,
+    read_layers_without_rope,
     write_layer_types,
+    write_no_rope_layers,
 )
 from trainyard.families.family import Family
-from trainyard.families.rope import ROPE_HF_KEYS, Rope
+from trainyard.families.rope import ROPE_HF_KEYS
 
 
-class SmolLM3Config(BiasedDecoderConfig, WindowedDecoderConfig):
+class SmolLM3Config(BiasedDecoderConfig, WindowedDecoderConfig, PartlyRotaryConfig):
     """SmolLM3: RMSNorm, RoPE in three layers of four, grouped-query attention, SwiGLU."""
 
     rope_theta: float = Field(2000000.0, gt=1)
     """Base of the RoPE frequencies."""
     tie_embeddings: bool = True
     """Share one matrix between the input embedding and the output head."""
-    no_rope_layers: str | None = None
-    """Layers without RoPE, such as 0-2, 3-, even, odd or 0,5-7; `none`: no layer. Default: every fourth."""
     full_attention_layers: str | None = None
     """The layers without a window, as for `no_rope_layers`. Default: those with RoPE."""
 
@@ -43,48 +44,33 @@ class SmolLM3Config(BiasedDecoderConfig, WindowedDecoderConfig):
         return DecoderStyle(biases=self.biases)
 
     @property
-    def layers_without_rope(self) -> Collection[int]:
-        if self.no_rope_layers is None:
-            return periodic_layers(4, self.layers)
-        return () if self.no_rope_layers == "none" else parse_layers(self.no_rope_layers, self.layers)
-
-    @property
     def full_layers(self) -> Collection[int]:
         if self.full_attention_layers is None:
             return set(range(self.layers)).difference(self.layers_without_rope)
         return super().full_layers
 
-    def rope_of(self, layer: int) -> Rope | None:
-        return None if layer in self.layers_without_rope else super().rope_of(layer)
-
 
 def read(data: Mapping[str, Any]) -> dict[str, Any]:
     count, has_windows = data["num_hidden_layers"], data.get("use_sliding_window") and data.get("sliding_window")
-    flags = data.get("no_rope_layers")
-    if flags is None:
-        flags = [(layer + 1) % data.get("no_rope_layer_interval", 4) for layer in range(count)]
-    if len(flags) != count:
-        raise ValueError(f"no_rope_layers: {len(flags)} of them for num_hidden_layers={count}")
-    without = [layer for layer, has_rope in enumerate(flags) if not has_rope]
+    without = read_layers_without_rope(data)
     full = [layer for layer in range(count) if layer not in without]
     kinds = data.get("layer_types")
     named = full_layers_of(kinds, count) if has_windows and kinds else full
     return {
         **read_default_head_dim(data),
         "sliding_window": data["sliding_window"] if has_windows else None,
-        "no_rope_layers": None if without == list(periodic_layers(4, count)) else layers_text(without) or "none",
+        "no_rope_layers": no_rope_layers_of(without, count),
         "full_attention_layers": None if named == full else layers_text(named) or "none",
     }
 
 
 def write(c: SmolLM3Config) -> dict[str, Any]:
-    flags = [int(layer not in c.layers_without_rope) for layer in range(c.layers)]
     windows = {"use_sliding_window": c.sliding_window is not None, "sliding_window": c.sliding_window}
     return {
         **write_decoder(c),
         **windows,
         **(write_layer_types(c) if c.sliding_window else {}),
-        "no_rope_layers": flags,
+        **write_no_rope_layers(c),
     }
 
 

@@ -13,7 +13,7 @@ from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
 from trainyard.kernels.fp32_linear import Fp32Linear
 from trainyard.kernels.frozen_linear import FrozenMatrix, frozen_linear
 from trainyard.kernels.reference import Kernels
-from trainyard.kernels.triton import adamw, cross_entropy, dropout, gelu, layer_norm, rms_norm, row_sums
+from trainyard.kernels.triton import adamw, cross_entropy, dropout, gelu, latent, layer_norm, rms_norm, row_sums
 from trainyard.kernels.triton import rope as rotary
 from trainyard.kernels.triton import swiglu as swiglu_kernels
 from trainyard.kernels.triton.attention import ops as attention
@@ -97,6 +97,14 @@ class TritonKernels(Kernels):
         weights, buffers = (q_weight, k_weight), self._wgrad_buffers(q_weight, k_weight)
         q, k, v = _NormRope.apply(qkv, *weights, eps, cos, sin, heads, kv_heads, interleaved, buffers)  # type: ignore[no-untyped-call]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def rotate_end(self, x_BHTK: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        out: Tensor = latent.RotateEnd.apply(x_BHTK.transpose(1, 2), cos, sin, interleaved)  # type: ignore[no-untyped-call]
+        return out.transpose(1, 2)
+
+    def join_keys(self, expanded_BTHE: Tensor, shared_BTR: Tensor, value_size: int) -> tuple[Tensor, Tensor]:
+        key, value = latent.JoinKeys.apply(expanded_BTHE, shared_BTR, value_size)  # type: ignore[no-untyped-call]
+        return key.transpose(1, 2), value.transpose(1, 2)
 
     def sum_rows(self, x: Tensor, index: Tensor, weight: Tensor | None) -> Tensor:
         return row_sums.sum_rows(x, index, weight)

@@ -25,6 +25,5 @@ class LatentAttention(nn.Module):
 
     def keys_and_values(self, c_BTC: Tensor, kv_b: Linear) -> tuple[Tensor, Tensor]:
         heads, (latent, shared) = self.core.local_heads, torch.split(c_BTC, [self.latent_size, self.key_size], -1)
-        expanded = kv_b(latent).view(*latent.shape[:2], heads, -1).transpose(1, 2)
-        key, v_BHTV = torch.split(expanded, [expanded.shape[-1] - self.value_size, self.value_size], -1)
-        return torch.cat((key, shared[:, None].expand(-1, heads, -1, -1)), -1), v_BHTV
+        expanded_BTHE = kv_b(latent).view(*latent.shape[:2], heads, -1)
+        return self.core.kernels.join_keys(expanded_BTHE, shared, self.value_size)

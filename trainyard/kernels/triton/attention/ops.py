@@ -140,7 +140,7 @@ def _launch_backward(
     dq, dk, dv = split_qkv(d_qkv, H, kv_heads)
     R, inputs = H // kv_heads, (cu_seqlens, *dropout_args, round(p * 2**31), 1 / (1 - p), N)
     strides = [step for x in (q, k, v, dout) for step in x.stride()[:2]] + [dq.stride(0)]
-    constants = {"CAUSAL": causal, "DROPOUT": dropout_args[0] is not None, "R": R, "K": K}
+    constants: dict[str, float] = {"CAUSAL": causal, "DROPOUT": dropout_args[0] is not None, "R": R, "K": K}
     constants |= {"SCALE": scores.scale_of(K), "SOFT_CAP": scores.soft_cap or 0.0, "WINDOW": window}
     bf16, delta = q.dtype == torch.bfloat16, torch.empty_like(lse)
     blocks = block_sizes("fused_backward", K, R, max_seqlen, bf16)
