@@ -77,7 +77,8 @@ def assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | N
         pieces = [weights.read(piece) for piece in slices]
         if stored.interleaved or stored.groups > 1:
             groups = len(pieces[0]) if stored.interleaved else stored.groups
-            joined = torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], 1).flatten(0, 1)
+            by_group = [piece.reshape(groups, -1, *piece.shape[1:]) for piece in pieces]
+            joined = torch.cat(by_group, 1).flatten(0, 1)
         else:
             joined = torch.cat(pieces, stored.dim)
         tensor = pieces[0] if len(pieces) == 1 else joined

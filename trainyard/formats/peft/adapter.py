@@ -98,14 +98,14 @@ def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
         if name in of_experts:
             continue
         if kind in SUFFIXES:
-            original = hf_of[f"{layer}.weight"]
-            module = original.name.removesuffix(".weight")
+            weight = hf_of[f"{layer}.weight"]
+            module = weight.name.removesuffix(".weight")
             modules.add(module)
             stored_name = f"{PREFIX}{module}{SUFFIXES[kind]}"
             group = by_name.setdefault(stored_name, [])
             before = group.pop().slices if group and kind != "lora_A" else ()
-            groups = 1 if kind == "lora_A" else original.groups
-            group.append(StoredTensor(stored_name, 0, (*before, piece), groups=groups))
+            row_groups = 1 if kind == "lora_A" else weight.groups
+            group.append(StoredTensor(stored_name, 0, (*before, piece), groups=row_groups))
         elif name in trained:
             trained_modules.add(hf_of[name].name.rpartition(".")[0])
             by_name[PREFIX + hf_of[name].name] = [StoredTensor(PREFIX + hf_of[name].name, 0, (piece,))]
