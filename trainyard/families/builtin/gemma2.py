@@ -59,7 +59,7 @@ class Gemma2Config(WindowedDecoderConfig):
 
 def gemma_hf_keys(**defaults: Any) -> HfKeys:
     """Of Gemma 2 and 3."""
-    common = {"tie_embeddings": True, "norm_eps": 1e-6, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    common: dict[str, Any] = {"tie_embeddings": True, "norm_eps": 1e-6, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     return {
         **decoder_hf_keys(kv_heads=4, head_dim=256, **common, **defaults),
         "sliding_window": ("sliding_window", 4096),
