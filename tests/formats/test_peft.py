@@ -108,6 +108,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"target_modules": ["q_proj", "o_proj"]}),
     "experts": ("mixtral", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": TARGETS}),
     "experts-alone": ("qwen3_moe", {"target_modules": [], "target_parameters": TARGETS, "use_rslora": True}),
+    "gpt_neox": ("gpt_neox-sequential", {"target_modules": ["query_key_value", "dense_h_to_4h"], "use_dora": True}),
+    "falcon": ("falcon-40b", {"target_modules": ["query_key_value"]}),
     "gpt2": ("gpt2", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "use_dora": True}),
 }
 

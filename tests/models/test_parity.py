@@ -167,8 +167,16 @@ def test_unsupported_options_are_refused(change: dict[str, Any], message: str) -
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings=True: not supported"),
         ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: not known"),
         ("falcon", {"alibi": True}, "alibi=True: not supported; nearest: False"),
-        ("falcon-40b", {"parallel_attn": False}, "parallel_attn=False: not in the new decoder architecture"),
-        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2: not supported; nearest: 1"),
+        (
+            "falcon-40b",
+            {"parallel_attn": False},
+            "parallel_attn=False: not in the new decoder architecture",
+        ),
+        (
+            "falcon",
+            {"num_ln_in_parallel_attn": 2},
+            "num_ln_in_parallel_attn=2: not supported; nearest: 1",
+        ),
         ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim=24: not supported; nearest: 48"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False: not supported; nearest: True"),
     ],

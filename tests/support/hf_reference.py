@@ -1,5 +1,6 @@
 """Small random transformers models of every family and variant, as references for logits, losses and gradients."""
 
+import copy
 import json
 from typing import Any
 
@@ -290,7 +291,8 @@ def hf_model(variant: str, **changes: Any) -> Any:
     """A random transformers model; `changes` are keys of its config.json."""
     family, sizes = {**VARIANTS, **MOE_VARIANTS}[variant]
     hf = find_family(family).hf
-    config = transformers.AutoConfig.for_model(hf.model_type, **{**SIZES.get(family, LLAMA), **sizes, **changes})
+    keys = copy.deepcopy({**SIZES.get(family, LLAMA), **sizes, **changes})  # transformers adds to RoPE's
+    config = transformers.AutoConfig.for_model(hf.model_type, **keys)
     torch.manual_seed(1)
     model = getattr(transformers, hf.architecture)(config)
     with torch.no_grad():

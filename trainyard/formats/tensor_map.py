@@ -77,7 +77,8 @@ def assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | N
         pieces = [weights.read(piece) for piece in slices]
         if stored.interleaved or stored.groups > 1:
             groups = len(pieces[0]) if stored.interleaved else stored.groups
-            joined = torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], 1).flatten(0, 1)
+            by_group = [piece.reshape(groups, -1, *piece.shape[1:]) for piece in pieces]
+            joined = torch.cat(by_group, 1).flatten(0, 1)
         else:
             joined = torch.cat(pieces, stored.dim)
         tensor = pieces[0] if len(pieces) == 1 else joined
@@ -155,6 +156,20 @@ def stored_slices(tensors: TensorPairs) -> Iterator[StoredSlice]:
                 start += 1 if stored.interleaved else piece.sizes[stored.dim]
 
 
+def read_slices(slices: Sequence[StoredSlice], piece: TensorSlice) -> Tensor:
+    """Read a piece of an unfused tensor from its slices, which are in order."""
+    if not piece.numel:
+        return torch.empty(piece.sizes, dtype=slices[0].tensor.dtype)
+    dim, out, remaining = slices[0].stored.dim, [], piece
+    stop = piece.offsets[dim] + piece.sizes[dim]
+    for stored in slices:
+        if overlap := remaining.intersect(stored.piece):
+            out.append(stored.read(overlap))
+            remaining = remaining.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], stop)
+    assert not remaining.numel, remaining
+    return out[0] if len(out) == 1 else torch.cat(out, dim)
+
+
 class ShardedWeights:
     """A WeightSource whose unfused tensors are spread over the stored tensors of several files.
 
@@ -181,16 +196,7 @@ class ShardedWeights:
         return self._slices[name][0].tensor.dtype
 
     def read(self, piece: TensorSlice) -> Tensor:
-        if not piece.numel:
-            return torch.empty(piece.sizes, dtype=self.dtype(piece.name))
-        dim, out, remaining = self._slices[piece.name][0].stored.dim, [], piece
-        stop = piece.offsets[dim] + piece.sizes[dim]
-        for stored in self._slices[piece.name]:
-            if overlap := remaining.intersect(stored.piece):
-                out.append(stored.read(overlap))
-                remaining = remaining.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], stop)
-        assert not remaining.numel, remaining
-        tensor = out[0] if len(out) == 1 else torch.cat(out, dim)
+        tensor = read_slices(self._slices[piece.name], piece)
         for stored in self._slices[piece.name] if self._must_agree(piece.name) else ():
             overlap = piece.intersect(stored.piece)
             if overlap and not _same_bits(tensor[overlap.to_index(piece.offsets)], stored.read(overlap)):

@@ -20,11 +20,11 @@ from trainyard.families.decoder_keys import activation_keys
 from trainyard.families.family import Family, HfNameMap
 from trainyard.families.rope import read_rope, write_rope
 
+BLOCK_NAMES = {"o_proj": "dense", "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h"}
+"""Of Falcon, too."""
 HF_NAMES = {
-    "self_attn.o_proj": "attention.dense",
+    **BLOCK_NAMES,
     "self_attn": "attention",
-    "mlp.up_proj": "mlp.dense_h_to_4h",
-    "mlp.down_proj": "mlp.dense_4h_to_h",
     "model.norm": "gpt_neox.final_layer_norm",
     "model.embed_tokens": "gpt_neox.embed_in",
     "model.layers": "gpt_neox.layers",

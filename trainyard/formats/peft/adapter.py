@@ -33,7 +33,7 @@ from trainyard.formats.peft.adapter_config import (
 )
 from trainyard.formats.peft.expert_tensors import TARGETS, StackedB, expert_parameters, expert_tensors
 from trainyard.formats.peft.optimum_shards import ADAPTER_FOLDER, SHARDS_FOLDER, read_shards
-from trainyard.formats.tensor_map import StoredTensor, check_tensors, stored_slices
+from trainyard.formats.tensor_map import StoredSlice, StoredTensor, check_tensors, read_slices, stored_slices
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 RUN_FOLDER = "adapter"
@@ -98,14 +98,14 @@ def adapter_tensors(model: models.ModelConfig) -> AdapterTensors:
         if name in of_experts:
             continue
         if kind in SUFFIXES:
-            original = hf_of[f"{layer}.weight"]
-            module = original.name.removesuffix(".weight")
+            weight = hf_of[f"{layer}.weight"]
+            module = weight.name.removesuffix(".weight")
             modules.add(module)
             stored_name = f"{PREFIX}{module}{SUFFIXES[kind]}"
             group = by_name.setdefault(stored_name, [])
             before = group.pop().slices if group and kind != "lora_A" else ()
-            groups = 1 if kind == "lora_A" else original.groups
-            group.append(StoredTensor(stored_name, 0, (*before, piece), groups=groups))
+            row_groups = 1 if kind == "lora_A" else weight.groups
+            group.append(StoredTensor(stored_name, 0, (*before, piece), groups=row_groups))
         elif name in trained:
             trained_modules.add(hf_of[name].name.rpartition(".")[0])
             by_name[PREFIX + hf_of[name].name] = [StoredTensor(PREFIX + hf_of[name].name, 0, (piece,))]
@@ -247,7 +247,9 @@ class AdaptedWeights:
         self.adapter, self.base, self.base_location = adapter, base, base_location
         self.model = adapter.model_of(model)
         pairs = ((stored, adapter.tensor(stored)) for stored in adapter_tensors(self.model).stored)
-        self._stored = {each.piece.name: each for each in stored_slices(pairs)}
+        self._stored: dict[str, list[StoredSlice]] = {}
+        for each in stored_slices(pairs):
+            self._stored.setdefault(each.piece.name, []).append(each)
 
     def __contains__(self, name: str) -> bool:
         """True if the adapter's folder has this tensor."""
@@ -255,7 +257,7 @@ class AdaptedWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._stored:
-            return self._stored[name].tensor.dtype
+            return self._stored[name][0].tensor.dtype
         assert self.base
         return self.base.dtype(name)
 
@@ -263,4 +265,4 @@ class AdaptedWeights:
         if piece.name not in self._stored:
             assert self.base
             return self.base.read(piece)
-        return self._stored[piece.name].read(piece)
+        return read_slices(self._stored[piece.name], piece)
