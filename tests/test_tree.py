@@ -58,7 +58,7 @@ BUDGETS = {
     "formats": 4280,
     "importers": 2170,
     "inference": 3000,
-    "kernels": 3760,
+    "kernels": 3875,
     "launch": 550,
     "metrics": 1625,
     "models": 2200,
@@ -71,7 +71,7 @@ BUDGETS = {
 }
 """Lines of code of each package at most; docstrings, comments and blank lines are free. A commit that needs more raises
 the number and says why."""
-SPINE_BUDGET = 23_800
+SPINE_BUDGET = 23_900
 """Of the packages that a training step needs."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MAX_MODEL_LINES = 150

@@ -23,6 +23,7 @@ from trainyard.core.splits import ModelShard
 from trainyard.families import blueprint_of
 from trainyard.families.flops import flops_per_sample, layer_flops
 from trainyard.families.hf_config import from_hf, to_hf
+from trainyard.families.model_config import first_model_difference
 from trainyard.formats.hf import open_hf, write_hf
 from trainyard.kernels.gated_delta import gated_delta_step
 from trainyard.models.init import initial_values
@@ -201,6 +202,16 @@ def test_layouts_that_are_refused(layout: dict[str, Any], message: str) -> None:
 def test_files_that_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         from_hf({**PUBLISHED, **change})
+
+
+def test_layers_in_other_words_are_the_same_model() -> None:
+    """A run whose file says `odd` exports what reads back as `1,3`."""
+    models_of = [
+        from_hf(hf_reference("qwen3_next")[2]).model_copy(update={"attention_layers": x}) for x in ("odd", "1,3")
+    ]
+    assert first_model_difference(*models_of) is None
+    other = models_of[0].model_copy(update={"attention_layers": "even"})
+    assert first_model_difference(models_of[0], other) == ("attention_layers", [1, 3], [0, 2])
 
 
 def test_a_model_without_attention_is_written_and_read() -> None:

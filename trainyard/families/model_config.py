@@ -203,6 +203,7 @@ def _compared_keys(model: ModelConfig) -> dict[str, Any]:
     keys = {"family": model.family, **model.model_dump(mode="json"), "dense_ffn": None, **model.ffn_sizes}
     keys |= {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}
     keys |= {"dense_layers": set(range(model.layers)).difference(getattr(model, "expert_layers", ()))}
+    keys |= {"attention_layers": [layer for layer in range(model.layers) if model.recurrence(layer) is None]}
     for (wrapper, _), (name, options) in zip(model.linear.wrappers(), keys.pop("linear").items(), strict=True):
         keys |= {f"linear.{name}.{key}": options[key] for key in options if key not in wrapper.training_keys}
     return keys

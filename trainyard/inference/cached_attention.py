@@ -107,7 +107,8 @@ class CachedAttention(CoreAttention, LayerCache):
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
-            inputs = (q_BHTK, k_BGTK, v_BGTK, *self.caches, lengths)
+            k_cache, v_cache = self.caches
+            inputs = (q_BHTK, k_BGTK, v_BGTK, k_cache, v_cache, lengths)
             return self.kernels.decode_attention(*inputs, visible, self.window, self.scores)
         return self._prefill(q_BHTK, k_BGTK, v_BGTK)
 

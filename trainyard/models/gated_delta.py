@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.families.gated_delta import GatedDeltaConfig
 from trainyard.kernels.gated_delta import (
     causal_convolution,
     gated_delta_chunks,
@@ -44,8 +45,7 @@ class GatedDeltaNet(Recomputable):
 
     recompute_name = "attention"
 
-    def __init__(self, c: Any, make: ModuleFactory, name: str) -> None:
-        """`c` has the keys of Qwen3NextConfig."""
+    def __init__(self, c: GatedDeltaConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp, self.groups = make.tp, c.delta_key_heads // make.tp.size
         K, V, heads = c.delta_key_dim, c.delta_value_dim, c.delta_value_heads // make.tp.size

@@ -59,9 +59,9 @@ class Gemma2Config(WindowedDecoderConfig):
 
 def gemma_hf_keys(**defaults: Any) -> HfKeys:
     """Of Gemma 2 and 3."""
-    common: dict[str, Any] = {"tie_embeddings": True, "norm_eps": 1e-6, "bos_token_id": 2, "eos_token_id": 1}
+    tokens: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     return {
-        **decoder_hf_keys(kv_heads=4, head_dim=256, pad_token_id=0, **common, **defaults),
+        **decoder_hf_keys(kv_heads=4, head_dim=256, tie_embeddings=True, norm_eps=1e-6, **tokens, **defaults),
         "sliding_window": ("sliding_window", 4096),
         "attention_bias": ("attention_bias", False),
         "query_scalar": ("query_pre_attn_scalar", 256),
