@@ -58,7 +58,7 @@ BUDGETS = {
     "formats": 4280,
     "importers": 2170,
     "inference": 3000,
-    "kernels": 3875,
+    "kernels": 3900,
     "launch": 550,
     "metrics": 1625,
     "models": 2200,

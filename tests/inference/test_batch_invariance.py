@@ -42,11 +42,10 @@ MODELS: dict[str, ModelConfig] = {
         heads=6,
         kv_heads=3,
         head_dim=20,
-        ffn=100,
+        ffn=101,
         sliding_window=40,
         attention_soft_cap=2.0,
-        activation="silu",
-        logit_soft_cap=None,
+        logit_soft_cap=3.0,
     ),
     "gpt": GptConfig(family="gpt", **SIZES, heads=4, ffn=203, activation="gelu_tanh"),
 }

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from trainyard.compat import add_matmul_
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import PLAIN_SCORES, AttentionScores, Kernels, visible_tokens, write_cache
+from trainyard.kernels.reference import (
+    ACTIVATIONS,
+    PLAIN_SCORES,
+    AttentionScores,
+    Kernels,
+    visible_tokens,
+    write_cache,
+)
 
 LINEAR_ROWS = 32
 """Fewer make training slower, more make decoding slower."""
@@ -38,6 +45,10 @@ class BatchInvariantKernels(Kernels):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
         assert fp8 is None
         return InvariantLinear.apply(x, weight, bias, linear_by_rows)  # type: ignore[no-untyped-call]
+
+    def activate(self, kind: str, x: Tensor) -> Tensor:
+        function = ACTIVATIONS[kind]
+        return with_gradients_of(function, partial(elementwise, function), x)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return with_gradients_of(super().swiglu, _swiglu, gate_up)

@@ -2,6 +2,7 @@
 tested against."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,6 +15,14 @@ from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
 from trainyard.kernels.frozen_linear import FrozenMatrix, frozen_linear
 
 Activation = Literal["none", "swiglu", "gelu", "gelu_tanh"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class AttentionScores(NamedTuple):
@@ -127,6 +136,10 @@ class Kernels:
     def bias_gelu(self, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
         """GELU(x + bias)."""
         return F.gelu(x + bias, approximate="tanh" if tanh else "none")
+
+    def activate(self, kind: str, x: Tensor) -> Tensor:
+        """One of ACTIVATIONS."""
+        return ACTIVATIONS[kind](x)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up on the two halves of each row."""

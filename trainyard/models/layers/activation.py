@@ -3,20 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.families.decoder import Activation
 from trainyard.kernels.reference import Kernels
 from trainyard.parallel.recompute import Recomputable
-
-FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 
 class BiasActivation(Recomputable):
@@ -27,7 +18,9 @@ class BiasActivation(Recomputable):
     def __init__(self, kind: Activation, kernels: Kernels) -> None:
         super().__init__()
         is_gelu = kind in ("gelu", "gelu_tanh")
-        self.compute = partial(kernels.bias_gelu, tanh=kind == "gelu_tanh") if is_gelu else partial(biased, kind)
+        self.compute = (
+            partial(kernels.bias_gelu, tanh=kind == "gelu_tanh") if is_gelu else partial(biased, kernels, kind)
+        )
         self.saves_inputs_only = kernels.fused_wgrad and is_gelu
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
@@ -42,10 +35,10 @@ class MlpActivation(Recomputable):
 
     def __init__(self, kind: Activation, kernels: Kernels, gated: bool = True) -> None:
         super().__init__()
-        self.compute = FUNCTIONS[kind]
+        self.compute: Callable[[Tensor], Tensor] = partial(kernels.activate, kind)
         self.saves_inputs_only = not kind.startswith("relu")
         if gated:
-            self.compute = kernels.swiglu if kind == "silu" else partial(gated_by, kind)
+            self.compute = kernels.swiglu if kind == "silu" else partial(gated_by, kernels, kind)
             self.saves_inputs_only = kernels.fused_wgrad and kind == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,10 +59,10 @@ class ClampedSwiGLU(Recomputable):
         return self.kernels.clamped_swiglu(gate_up, self.alpha, self.limit)
 
 
-def biased(kind: Activation, x: Tensor, bias: Tensor) -> Tensor:
-    return FUNCTIONS[kind](x + bias)
+def biased(kernels: Kernels, kind: Activation, x: Tensor, bias: Tensor) -> Tensor:
+    return kernels.activate(kind, x + bias)
 
 
-def gated_by(kind: Activation, gate_up: Tensor) -> Tensor:
+def gated_by(kernels: Kernels, kind: Activation, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return FUNCTIONS[kind](gate) * up
+    return kernels.activate(kind, gate) * up
