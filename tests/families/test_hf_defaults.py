@@ -51,7 +51,7 @@ FILES: dict[str, dict[str, Any]] = {
     "qwen2": DECODER,
     "qwen3": {**DECODER, "attention_bias": True},
     "gemma3_text": {**DECODER, "tie_word_embeddings": False, "sliding_window": 7, "attention_bias": True}
-    | {"query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    | {"query_pre_attn_scalar": 30, "final_logit_softcapping": 3.0}
     | {"hidden_activation": "gelu", "layer_types": ["full_attention", "sliding_attention"]},
     "ministral": {**DECODER, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
     "smollm3": {**DECODER, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},

@@ -21,8 +21,8 @@ class Gemma3TextConfig(Gemma2Config):
     """Base of the RoPE frequencies in layers without a window."""
     local_rope_theta: float = Field(10000.0, gt=1)
     """Base of the RoPE frequencies in layers with a window, whose positions are never scaled."""
-    attention_soft_cap: float | None = Field(None, gt=0)
-    """Bound c of the attention scores x, which become c tanh(x / c); null: none."""
+    attention_soft_cap: None = None
+    """Always null: Gemma 3 does not bound attention scores."""
     logit_soft_cap: float | None = Field(None, gt=0)
     """Bound of the logits; null: none."""
 
@@ -69,9 +69,9 @@ FAMILY = Family(
         "Gemma3ForCausalLM",
         keys={
             **gemma_hf_keys(max_positions=131072, rope_theta=1000000.0),
-            "attention_soft_cap": ("attn_logit_softcapping", None),
             "logit_soft_cap": ("final_logit_softcapping", None),
         },
+        fixed={"attention_dropout": 0.0, "attn_logit_softcapping": None},
         groups=(
             activation_keys("hidden_activation", "gelu_pytorch_tanh"),
             layer_type_keys(Gemma3TextConfig.window_period, "sliding_window_pattern"),
