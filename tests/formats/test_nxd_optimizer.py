@@ -50,7 +50,10 @@ def llama(**changes: Any) -> LlamaConfig:
 
 def mixtral() -> MixtralConfig:
     """The same with five experts."""
-    return MixtralConfig(experts=5, **{**llama().model_dump(exclude_none=True), "family": "mixtral"})
+    llama_only = {"attention_bias", "mlp_bias", "activation"}
+    return MixtralConfig(
+        experts=5, **{**llama().model_dump(exclude_none=True, exclude=llama_only), "family": "mixtral"}
+    )
 
 
 def random_state(model: DecoderConfig, seed: int = 1) -> State:

@@ -107,4 +107,4 @@ def allowed_values(field: FieldInfo) -> str:
             names.append(TYPE_NAMES[item])
         else:
             bounds += [f"{sign} {getattr(item, bound)}" for bound, sign in BOUNDS.items() if hasattr(item, bound)]
-    return ", ".join(dict.fromkeys(names + bounds))
+    return ", ".join(dict.fromkeys(names + bounds)) or "null"
