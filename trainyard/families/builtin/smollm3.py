@@ -54,12 +54,11 @@ def read(data: Mapping[str, Any]) -> dict[str, Any]:
     count, has_windows = data["num_hidden_layers"], data.get("use_sliding_window") and data.get("sliding_window")
     without = read_layers_without_rope(data)
     full = [layer for layer in range(count) if layer not in without]
-    named = full_layers_of(data["layer_types"], count) if data.get("layer_types") else full
-    if data.get("sliding_window") and not has_windows and len(named) < count:
+    kinds = data.get("layer_types")
+    named = full_layers_of(kinds, count) if kinds else full
+    if kinds and data.get("sliding_window") and not has_windows and len(named) < count:
         # transformers' mask has windows then, and its attention has none
-        raise ValueError(
-            "use_sliding_window=false: layer_types has sliding_attention; nearest: use_sliding_window=true"
-        )
+        raise ValueError("use_sliding_window=false: layer_types has sliding_attention; nearest: true")
     return {
         **read_default_head_dim(data),
         "sliding_window": data["sliding_window"] if has_windows else None,
